@@ -1,0 +1,156 @@
+"""Checks of what a caller passes in, with errors that say what to write instead."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+# Arguments of Keras's base optimizer. They act on an update, so they belong to the inner one.
+_INNER_ARGUMENTS = (
+    "learning_rate",
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "loss_scale_factor",
+    "gradient_accumulation_steps",
+)
+
+
+def _received(name: str, value: Any) -> str:
+    return f"Received: {name}={value!r} (of type {type(value).__name__})"
+
+
+def checked_steps(name: str, value: Any) -> int:
+    """A count: an int >= 1 (a NumPy one too; `True`, `2.5` and `"4"` are not)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"`{name}` must be an int >= 1, because micro-batches are counted. Pass a whole "
+            f"number. {_received(name, value)}"
+        )
+    if value < 1:
+        raise ValueError(
+            f"`{name}` must be an int >= 1, because an update needs a micro-batch. Pass 1 to "
+            f"make an update at every step. {_received(name, value)}"
+        )
+    return int(value)
+
+
+def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of `choices`."""
+    if value not in choices:
+        raise ValueError(
+            f"`{name}` must be {' or '.join(map(repr, choices))}, because nothing else is "
+            f"defined. Pass one of them. {_received(name, value)}"
+        )
+    return value
+
+
+def checked_dtype(value: Any) -> str | None:
+    """The name of a float dtype, or None."""
+    if value is None:
+        return None
+    try:
+        dtype = str(keras.backend.standardize_dtype(value))
+    except (ValueError, TypeError):
+        dtype = ""
+    if not dtype.startswith(("float", "bfloat")):
+        raise ValueError(
+            "`accumulator_dtype` must be a float dtype, because gradients are floats. Pass "
+            "'float32', or None to let each variable decide. "
+            f"{_received('accumulator_dtype', value)}"
+        )
+    return dtype
+
+
+def checked_weight(weight: Any) -> Any:
+    """A scalar; its range is checked where it is a Python number, a tensor is taken as it is."""
+    if weight is None:
+        return None
+    if isinstance(weight, bool | str | bytes):
+        raise TypeError(
+            "`weight` must be a number or a scalar tensor, because it says what the micro-batch "
+            f"counts for. Pass its rows or valid tokens. {_received('weight', weight)}"
+        )
+    if isinstance(weight, numbers.Real) and not 0 <= float(weight) < float("inf"):
+        raise ValueError(
+            "`weight` must be finite and >= 0, because a window is divided by the sum of its "
+            f"weights. Pass 0 to leave the micro-batch out. {_received('weight', weight)}"
+        )
+    shape = tuple(weight.shape) if hasattr(weight, "shape") else np.shape(weight)
+    if shape:
+        raise ValueError(
+            "`weight` must be a scalar, because it is for the whole micro-batch. Weight the rows "
+            f"in the loss, and pass the sum of their weights. Received: weight of shape {shape}"
+        )
+    return weight
+
+
+def checked_optimizer(optimizer: Any, wrapper: type) -> keras.optimizers.Optimizer:
+    """The optimizer to wrap, from an instance, a name or a config; `wrapper` is our class."""
+    inner = None if optimizer is None else keras.optimizers.get(optimizer)
+    if inner is None:
+        raise ValueError(
+            "`optimizer` must be a Keras optimizer, its name or its config, because it makes the "
+            f"updates. Pass e.g. keras.optimizers.Adam(1e-3). {_received('optimizer', optimizer)}"
+        )
+    if isinstance(inner, wrapper):
+        raise ValueError(
+            "`optimizer` must not be a `GradientAccumulationOptimizer`, because windows of windows "
+            "are one window. Wrap its inner optimizer, with the product of both "
+            f"`accumulation_steps`. {_received('optimizer', inner)}"
+        )
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`optimizer` must not be a `LossScaleOptimizer`, because the loss scale may change in "
+            "mid-window. Put it outside: LossScaleOptimizer(GradientAccumulationOptimizer(...)), "
+            "which is what `compile` does under 'mixed_float16'. "
+            f"{_received('optimizer', inner)}"
+        )
+    for part in (inner, *getattr(inner, "optimizers", ())):
+        if getattr(part, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "`gradient_accumulation_steps` must not be set on the inner optimizer, because it "
+                "would accumulate twice. Leave it out, and pass "
+                f"accumulation_steps={part.gradient_accumulation_steps} to "
+                "`GradientAccumulationOptimizer`. Received: gradient_accumulation_steps="
+                f"{part.gradient_accumulation_steps!r} on {part.name!r}"
+            )
+    return inner
+
+
+def refuse_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuses what is left over, by name and with what to write instead."""
+    for name, value in kwargs.items():
+        if name == "gradient_accumulation_steps":
+            raise TypeError(
+                "`gradient_accumulation_steps` must not be given, because this class has a name "
+                f"of its own for it. Write accumulation_steps={value!r}. {_received(name, value)}"
+            )
+        if name in _INNER_ARGUMENTS:
+            raise TypeError(
+                f"`{name}` must be given to the inner optimizer, because it acts on an update. "
+                "Write GradientAccumulationOptimizer(keras.optimizers.Adam("
+                f"{name}={value!r}), ...). {_received(name, value)}"
+            )
+        raise TypeError(
+            f"`{name}` must be left out, because `GradientAccumulationOptimizer` has no such "
+            "argument. It takes optimizer, accumulation_steps, reduction, accumulator_dtype, "
+            f"nonfinite and name. {_received(name, value)}"
+        )
+
+
+def check_length(name: str, values: Sequence[Any], targets: Sequence[Any], what: str) -> None:
+    """One value for each target."""
+    if len(values) != len(targets):
+        raise ValueError(
+            f"`{name}` must match {what} one to one, because they are paired. Pass None where "
+            f"there is none. Received: {len(values)} values for {len(targets)} variables"
+        )

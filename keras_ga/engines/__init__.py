@@ -1,0 +1,55 @@
+"""Adding to a window and closing it, on the backend that Keras runs on.
+
+The arithmetic is the same everywhere (`window.py`); what differs is where state lives and how a
+compiled step does something only sometimes. TensorFlow assigns to variables, JAX threads values
+through, torch runs eagerly and must not wait for the device. This is the one place that asks
+which it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import keras
+
+from keras_ga.window import Tensor, Window
+
+
+class Engine(Protocol):
+    """One window on one backend."""
+
+    def micro_step(self, gradients: list[Tensor | None], weight: Tensor | float | None) -> None:
+        """Takes one micro-batch in, and makes the update if that completes the window."""
+
+    def close(self) -> None:
+        """Makes the update with what the open window holds; an empty window stays as it is."""
+
+
+def create(window: Window, inner_optimizer: Any) -> Engine:
+    """The engine of the current Keras backend.
+
+    Args:
+        window: The window's state and rules.
+        inner_optimizer: The built `keras.optimizers.Optimizer` that makes the updates.
+
+    Raises:
+        ValueError: If the backend can't train.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from keras_ga.engines.tensorflow import TensorFlowEngine
+
+        return TensorFlowEngine(window, inner_optimizer)
+    if backend == "jax":
+        from keras_ga.engines.jax import JaxEngine
+
+        return JaxEngine(window, inner_optimizer)
+    if backend == "torch":
+        from keras_ga.engines.torch import TorchEngine
+
+        return TorchEngine(window, inner_optimizer)
+    raise ValueError(
+        "The Keras backend must be 'tensorflow', 'jax' or 'torch', because gradients can't be "
+        "taken on another. Set the environment variable KERAS_BACKEND before importing keras. "
+        f"Received: backend={backend!r}"
+    )

@@ -1,0 +1,603 @@
+"""`GradientAccumulationOptimizer`: an update every N micro-batches, for any Keras optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import keras
+
+from keras_ga import engines
+from keras_ga.arguments import (
+    check_length,
+    checked_choice,
+    checked_dtype,
+    checked_optimizer,
+    checked_steps,
+    checked_weight,
+    refuse_arguments,
+)
+from keras_ga.window import (
+    NONFINITE,
+    REDUCTIONS,
+    Tensor,
+    Window,
+    accumulator_dtype,
+    empty_total,
+)
+
+
+def _forwarded(name: str) -> property:
+    """An attribute that is the inner optimizer's.
+
+    Keras's base constructor assigns defaults to these before there is an inner optimizer; those
+    are not ours to keep.
+    """
+
+    def get(self: GradientAccumulationOptimizer) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    def set_(self: GradientAccumulationOptimizer, value: Any) -> None:
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(get, set_, doc=f"`{name}` of the inner optimizer.")
+
+
+@final
+@keras.saving.register_keras_serializable(package="keras_ga")
+class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
+    """Trains with the batch you want on the memory you have: one update every N micro-batches.
+
+    Wraps any Keras optimizer. Each call of `apply` (each batch of `model.fit`) is a micro-step:
+    it adds its gradients to accumulators and changes nothing else, neither weights nor any
+    variable of the inner optimizer. The N-th closes the window: the inner optimizer makes one
+    update with the mean gradient, and a new window opens. So everything that belongs to an
+    update (learning-rate schedule, clipping, weight decay, bias correction, EMA, constraints,
+    `iterations`) happens once per window, on the gradient of the whole window. With equal
+    micro-batches and a loss that is a mean over rows, the weights are those of the bare
+    optimizer on the batch N times as large, to float rounding.
+
+    Not for: `BatchNormalization`, whose forward pass normalises by the micro-batch it sees
+    (`GroupNormalization` and `LayerNormalization` are exact), and losses that are no mean over
+    rows (contrastive ones, Dice over a batch), whose large batch is no sum of small ones.
+
+    Args:
+        optimizer: The optimizer that makes the updates: a `keras.optimizers.Optimizer`, its name
+            or its config. Set `clipnorm`, `weight_decay`, `use_ema` and the like there.
+        accumulation_steps: Micro-batches per update: an int >= 1; or a callable that takes the
+            number of updates made so far and returns one, to let the batch grow during training
+            (inside a compiled step it is called with a scalar integer tensor and must return
+            one). An int can be set to another later, at run time; 1 makes a wrapper without
+            accumulators, which is the bare optimizer bit for bit.
+        reduction: `"mean"` (default) divides the window's sum by the sum of its weights; `"sum"`
+            does not, for losses that are sums.
+        accumulator_dtype: Float dtype to accumulate in. Default: float32 for 16-bit variables,
+            else each variable's own dtype.
+        nonfinite: `"propagate"` (default): a NaN or inf reaches the update, as it would from the
+            large batch. `"drop"`: a micro-batch with a non-finite gradient is left out of its
+            window, though it still counts towards N, and is counted in `dropped_micro_steps`.
+        name: Name of the optimizer; a default is made.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or belongs to the inner optimizer.
+        ValueError: If an argument's value is out of range, or `optimizer` accumulates already or
+            is a `LossScaleOptimizer` (that goes outside: `compile` puts it there under
+            `mixed_float16`).
+
+    Example:
+
+    ```python
+    import keras
+        import keras_ga
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = keras_ga.GradientAccumulationOptimizer(
+        keras.optimizers.AdamW(1e-3), accumulation_steps=8
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=4, verbose=0)
+    print(int(optimizer.micro_steps), int(optimizer.iterations))  # 16 micro-steps, 2 updates
+    ```
+
+    References:
+        - Goyal et al., 2017, https://arxiv.org/abs/1706.02677, on what the large batch needs
+        - Ott et al., 2018, https://arxiv.org/abs/1806.00187, on accumulating it
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        accumulation_steps: int | Callable[[Any], Any],
+        *,
+        reduction: str = "mean",
+        accumulator_dtype: str | None = None,
+        nonfinite: str = "propagate",
+        name: str | None = None,
+        **kwargs: Any,
+    ):
+        refuse_arguments(kwargs)
+        inner_optimizer = checked_optimizer(optimizer, GradientAccumulationOptimizer)
+        # A callable keeps the base class from making a learning-rate variable nobody would read.
+        super().__init__(learning_rate=_learning_rate_of_the_inner_optimizer, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.reduction = checked_choice("reduction", reduction, REDUCTIONS)
+        self.nonfinite = checked_choice("nonfinite", nonfinite, NONFINITE)
+        self.accumulator_dtype = checked_dtype(accumulator_dtype)
+        self._schedule = accumulation_steps if callable(accumulation_steps) else None
+        self._constructed_steps: Any = (
+            None if self._schedule else checked_steps("accumulation_steps", accumulation_steps)
+        )
+        self._steps: Any = self._constructed_steps
+        self._window: Any = None  # a `Window`, made in `build`, like its engine
+        self._engine: Any = None
+
+    @classmethod
+    def for_batch_size(
+        cls, optimizer: Any, effective_batch_size: int, micro_batch_size: int, **kwargs: Any
+    ) -> GradientAccumulationOptimizer:
+        """Makes the wrapper for a recipe's batch size and the batch size that fits.
+
+        Args:
+            optimizer: As in the constructor.
+            effective_batch_size: Rows per update, int >= 1.
+            micro_batch_size: Rows per micro-batch, int >= 1; must divide `effective_batch_size`.
+            **kwargs: Further arguments of the constructor.
+
+        Returns:
+            A `GradientAccumulationOptimizer` with
+            `accumulation_steps=effective_batch_size // micro_batch_size`.
+
+        Raises:
+            ValueError: If the sizes do not divide; the error names the nearest that do.
+
+        Example:
+
+        ```python
+        import keras, keras_ga
+
+        optimizer = keras_ga.GradientAccumulationOptimizer.for_batch_size(
+            "adam", effective_batch_size=256, micro_batch_size=32
+        )
+        print(optimizer.accumulation_steps)  # 8
+        ```
+        """
+        effective = checked_steps("effective_batch_size", effective_batch_size)
+        micro = checked_steps("micro_batch_size", micro_batch_size)
+        if effective % micro:
+            divisors = [d for d in range(1, effective + 1) if effective % d == 0]
+            below = max(d for d in divisors if d < micro)
+            above = min((d for d in divisors if d > micro), default=effective)
+            lower, upper = effective // micro * micro, -(-effective // micro) * micro
+            sizes = " or ".join(str(size) for size in (lower, upper) if size)
+            raise ValueError(
+                "`micro_batch_size` must divide `effective_batch_size`, because an update is made "
+                f"of whole micro-batches. Use micro_batch_size={below} or {above}, or "
+                f"effective_batch_size={sizes}. Received: "
+                f"effective_batch_size={effective}, micro_batch_size={micro}"
+            )
+        return cls(optimizer, effective // micro, **kwargs)
+
+    # What can be read and set.
+
+    @property
+    def accumulation_steps(self) -> int:
+        """N, micro-batches per update, as it stands now.
+
+        Setting it takes effect at the next micro-step, compiled steps included, without a
+        retrace. What the open window holds is kept: it closes as soon as it holds at least the
+        new N, and is divided by what it holds. On JAX, a callback that sets it in the middle of
+        an epoch must call `model.jax_state_sync()` before; at an epoch's begin it need not.
+
+        Raises:
+            TypeError: On setting, if the value is not an int, or N is given by a schedule.
+            ValueError: On setting, if the value is below 1, or above 1 where the wrapper was
+                constructed with 1 and built without accumulators.
+        """
+        if self._schedule is not None:
+            return int(self._schedule(int(self.iterations)))
+        return self._steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int) -> None:
+        if self._schedule is not None:
+            raise TypeError(
+                "`accumulation_steps` must not be set, because this optimizer was constructed "
+                "with a schedule of it. Construct it with an int to set another later. "
+                f"Received: accumulation_steps={value!r} (of type {type(value).__name__})"
+            )
+        steps = checked_steps("accumulation_steps", value)
+        if self._window is None:
+            # Room for the largest N asked for: a scheduler may set 1 before the first step.
+            self._constructed_steps = max(steps, self._constructed_steps)
+        elif steps > 1 and not self._window.accumulators:
+            raise ValueError(
+                "`accumulation_steps` must stay 1, because this optimizer was constructed with 1 "
+                "and has no accumulators. Construct it with the largest number it will need (or "
+                "with a schedule), then set a smaller one. "
+                f"Received: accumulation_steps={steps}"
+            )
+        else:
+            self._window.accumulation_steps.assign(steps)
+        self._steps = steps
+
+    @property
+    def iterations(self) -> Any:
+        """Updates made so far: the inner optimizer's `iterations`."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def micro_steps(self) -> keras.Variable:
+        """Micro-steps made so far, whether they closed a window or not: scalar int variable."""
+        # The base class's counter of `apply` calls is just that, so it is used as it is.
+        return self._iterations
+
+    @property
+    def pending(self) -> Any:
+        """Micro-batches in the open window, 0 <= pending < N: scalar int variable."""
+        return 0 if self._window is None else self._window.pending
+
+    @property
+    def has_updated(self) -> Any:
+        """Whether the last micro-step (or flush) made an update: scalar bool tensor."""
+        return False if self._window is None else self._window.has_updated.value
+
+    @property
+    def dropped_micro_steps(self) -> Any:
+        """Micro-batches left out by `nonfinite="drop"` so far: scalar int variable."""
+        return 0 if self._window is None else self._window.dropped_micro_steps
+
+    @property
+    def skipped_updates(self) -> Any:
+        """Windows that closed with nothing that counts in them, so without an update."""
+        return 0 if self._window is None else self._window.skipped_updates
+
+    learning_rate = _forwarded("learning_rate")
+    loss_scale_factor = _forwarded("loss_scale_factor")
+    use_ema = _forwarded("use_ema")
+    # The name that `keras.callbacks.SwapEMAWeights` reads, when a `LossScaleOptimizer` is outside.
+    _model_variables_moving_average = _forwarded("_model_variables_moving_average")
+
+    @property
+    def optimizers(self) -> Any:
+        """The parts of an inner `MultiOptimizer`."""
+        return self.inner_optimizer.optimizers
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """This optimizer's variables, then the inner optimizer's."""
+        steps = None if self._window is None else self._window.accumulation_steps
+        own = self._variables if steps is None else [*self._variables, steps]
+        return [*own, *self.inner_optimizer.variables]
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Scales the loss as the inner optimizer asks for (`loss_scale_factor`)."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: list[keras.Variable] | None = None,
+        var_names: list[str] | None = None,
+    ) -> None:
+        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
+        """Lets the inner optimizer set the final weights (EMA), as `fit` does at its end."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    # Training.
+
+    def build(self, variables: Iterable[keras.Variable]) -> None:
+        """Makes the accumulators and counters, and builds the inner optimizer.
+
+        `apply` and `fit` do it on their first call. An inner optimizer that is built already (it
+        has been training on its own) goes on from where it is.
+
+        Args:
+            variables: The trainable variables.
+
+        Raises:
+            ValueError: If the inner optimizer was built on other variables.
+        """
+        if self.built:
+            return
+        variables = list(variables)
+        inner = self.inner_optimizer
+        if not inner.built:
+            inner.build(variables)
+        # What the base class's `build` does (Keras 3.15), less the averages it would make for
+        # `use_ema`: those are the inner optimizer's. The list is filled in place, because one
+        # assigned anew would be tracked as the optimizer's own variables.
+        self._trainable_variables.extend(self._in_order_of(inner._trainable_variables, variables))
+        self._window = self._make_window(self._trainable_variables)
+        self._engine = engines.create(self._window, inner)
+        self.built: bool = True
+
+    def _make_window(self, variables: list[keras.Variable]) -> Window:
+        def scalar(name: str, dtype: str) -> keras.Variable:
+            return self.add_variable((), "zeros", dtype, "only_first_replica", name=name)
+
+        accumulators = []
+        if self._constructed_steps != 1:
+            names = _unique_names(variables)
+            for variable, name in zip(variables, names, strict=True):
+                accumulators.append(
+                    self.add_variable(
+                        variable.shape,
+                        keras.initializers.Constant(empty_total(variable)),
+                        accumulator_dtype(variable, self.accumulator_dtype),
+                        layout=getattr(variable, "_layout", None),
+                        name=f"{name}_accumulator",
+                    )
+                )
+        # In float64 the divisor must be as exact as what it divides.
+        wide = any(accumulator.dtype == "float64" for accumulator in accumulators)
+        steps = None
+        if self._schedule is None:
+            # Not tracked: a checkpoint must not bring back another N than the constructor's.
+            with keras.name_scope(self.name):
+                steps = keras.Variable(
+                    self._steps, dtype="int32", trainable=False, name="accumulation_steps"
+                )
+        return Window(
+            variables=variables,
+            accumulators=accumulators,
+            micro_steps=self.micro_steps,
+            pending=scalar("pending", "int32"),
+            weight_sum=scalar("weight_sum", "float64" if wide else "float32"),
+            has_updated=scalar("has_updated", "bool"),
+            has_gradient=self.add_variable((len(variables),), "zeros", "bool", name="has_gradient"),
+            dropped_micro_steps=scalar("dropped_micro_steps", "int32"),
+            skipped_updates=scalar("skipped_updates", "int32"),
+            iterations=self.iterations,
+            accumulation_steps=steps,
+            schedule=self._schedule,
+            reduction=self.reduction,
+            nonfinite=self.nonfinite,
+        )
+
+    def apply(
+        self,
+        grads: Sequence[Tensor | None],
+        trainable_variables: Iterable[keras.Variable] | None = None,
+        weight: Tensor | float | None = None,
+    ) -> None:
+        """Takes one micro-batch's gradients in; the N-th in a window makes the update.
+
+        Args:
+            grads: A gradient tensor for each variable, None where there is none: it then counts
+                as zero in this window.
+            trainable_variables: The variables, in any order, but the same ones on every call.
+                Default: those of `build`, in its order.
+            weight: What this micro-batch counts for in its window, a number or scalar tensor
+                >= 0: its rows, or its valid tokens. The default, 1, is right for micro-batches
+                of equal size. With weight 0 it counts for nothing, even if its gradients are NaN.
+
+        Raises:
+            ValueError: If gradients and variables do not match, the variables are others than
+                before, or no variable has a gradient.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not self.built:
+                self.build(trainable_variables)
+        elif not self.built:
+            raise ValueError(
+                "`trainable_variables` must be given on the first call, because the optimizer is "
+                "not built. Pass them, or call `optimizer.build(model.trainable_variables)` "
+                "before. Received: trainable_variables=None"
+            )
+        grads = self._paired(grads, trainable_variables)
+        if all(gradient is None for gradient in grads):
+            # The bare optimizer refuses this with an error of its own; so it does here.
+            self.inner_optimizer.apply(grads, self._window.variables)
+            return
+        self._engine.micro_step(grads, checked_weight(weight))
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Tensor | None, keras.Variable]],
+        weight: Tensor | float | None = None,
+    ) -> Any:
+        """`apply` for pairs of gradient and variable.
+
+        Args:
+            grads_and_vars: Pairs (gradient or None, variable).
+            weight: As in `apply`.
+
+        Returns:
+            `iterations`, the updates made so far.
+
+        Raises:
+            ValueError: As `apply`.
+        """
+        pairs = list(grads_and_vars)
+        self.apply([g for g, _ in pairs], [v for _, v in pairs], weight=weight)
+        return self.iterations
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        trainable_variables: Sequence[Tensor],
+        weight: Tensor | float | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """`apply` as a function from values to values, for JAX.
+
+        Args:
+            optimizer_variables: A value for each of `optimizer.variables`.
+            grads: As in `apply`, in the order of `build`.
+            trainable_variables: A value for each variable of `build`.
+            weight: As in `apply`.
+
+        Returns:
+            The new values `(trainable_variables, optimizer_variables)`.
+
+        Raises:
+            ValueError: If the optimizer is not built, a list has another length, or the backend
+                is TensorFlow.
+        """
+        return self._stateless(
+            optimizer_variables, trainable_variables, lambda: self.apply(grads, weight=weight)
+        )
+
+    def _stateless(
+        self,
+        optimizer_variables: Sequence[Tensor],
+        trainable_variables: Sequence[Tensor],
+        step: Callable[[], None],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        if keras.config.backend() == "tensorflow":
+            raise ValueError(
+                "`stateless_apply` must not be called on TensorFlow, because its variables can't "
+                "be replaced by values under `tf.distribute`. Call `apply`. "
+                "Received: backend='tensorflow'"
+            )
+        if not self.built:
+            raise ValueError(
+                "`stateless_apply` must be called on a built optimizer, because it makes no "
+                "variables. Call `optimizer.build(model.trainable_variables)` before. "
+                "Received: optimizer.built=False"
+            )
+        own, trainable = self.variables, self._window.variables
+        check_length("optimizer_variables", optimizer_variables, own, "optimizer.variables")
+        check_length(
+            "trainable_variables", trainable_variables, trainable, "the variables built on"
+        )
+        # `LossScaleOptimizer` on JAX passes the variables themselves where values are meant.
+        mapping = [
+            (variable, value.value if isinstance(value, keras.Variable) else value)
+            for variable, value in zip(
+                [*trainable, *own], [*trainable_variables, *optimizer_variables], strict=True
+            )
+        ]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            step()
+        return (
+            [scope.get_current_value(variable) for variable in trainable],
+            [scope.get_current_value(variable) for variable in own],
+        )
+
+    def flush(self) -> None:
+        """Makes the update now, with what the open window holds, divided by just that.
+
+        For the end of the data, when the last window is short. An empty window stays as it is.
+        In a JAX callback, call `model.jax_state_sync()` before.
+        """
+        if self._engine is not None:
+            self._engine.close()
+
+    def reset_window(self) -> None:
+        """Throws away what the open window holds; weights and inner optimizer stay as they are."""
+        if self._window is None:
+            return
+        window = self._window
+        for accumulator, variable in zip(window.accumulators, window.variables, strict=False):
+            accumulator.assign(keras.ops.full(variable.shape, empty_total(variable)))
+        window.pending.assign(0)
+        window.weight_sum.assign(0.0)
+
+    def _paired(
+        self, grads: list[Tensor | None], variables: list[keras.Variable] | None
+    ) -> list[Tensor | None]:
+        """The gradients in the order of `build`, paired with their variables by identity."""
+        known = self._window.variables
+        if variables is None:
+            check_length("grads", grads, known, "the variables built on")
+            return grads
+        check_length("grads", grads, variables, "`trainable_variables`")
+        by_key = dict(zip(map(self._var_key, variables), grads, strict=True))
+        self._in_order_of(known, variables)
+        return [by_key[self._var_key(variable)] for variable in known]
+
+    def _in_order_of(
+        self, known: list[keras.Variable], variables: list[keras.Variable]
+    ) -> list[keras.Variable]:
+        """`variables` in the order of `known`, if they are the same ones."""
+        # `_var_key` is private (Keras 3.15): it also knows a variable's `tf.Variable` and replicas.
+        given = {self._var_key(variable): variable for variable in variables}
+        missing = [v for v in known if self._var_key(v) not in given]
+        known_keys = {self._var_key(variable) for variable in known}
+        unknown = [v for k, v in given.items() if k not in known_keys]
+        if missing or unknown or len(variables) != len(known):
+            raise ValueError(
+                "`trainable_variables` must be the same variables on every call, because a window "
+                "is divided by one sum of weights for all of them. Use one "
+                "`GradientAccumulationOptimizer` per set of variables (after freezing or "
+                "unfreezing layers: a new one, and compile again). Received: "
+                f"{len(variables)} variables where the optimizer was built on {len(known)}"
+                f"; missing: {_names(missing)}; unknown: {_names(unknown)}"
+            )
+        return [given[self._var_key(variable)] for variable in known]
+
+    # Saving.
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes this optimizer's state by name; Keras visits the inner optimizer on its own."""
+        for variable in self._variables:
+            store[variable.name] = keras.ops.convert_to_numpy(variable)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what `save_own_variables` wrote."""
+        for variable in self._variables:
+            variable.assign(store[variable.name][()])
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, as plain JSON.
+
+        An N that was set after construction is in it as well, so that a copy has the same room
+        and the same N.
+        """
+        steps = self._schedule or self._constructed_steps
+        config = {
+            "optimizer": keras.optimizers.serialize(self.inner_optimizer),
+            "accumulation_steps": (
+                keras.saving.serialize_keras_object(steps) if callable(steps) else steps
+            ),
+            "reduction": self.reduction,
+            "accumulator_dtype": self.accumulator_dtype,
+            "nonfinite": self.nonfinite,
+            "name": self.name,
+        }
+        if self._steps != self._constructed_steps:
+            config["accumulation_steps_now"] = self._steps
+        return config
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> GradientAccumulationOptimizer:
+        """Makes an optimizer from `get_config`'s dict, which it leaves as it is."""
+        config = dict(config)
+        steps_now = config.pop("accumulation_steps_now", None)
+        for key in ("optimizer", "accumulation_steps"):
+            if isinstance(config[key], dict):
+                config[key] = keras.saving.deserialize_keras_object(
+                    config[key], custom_objects=custom_objects
+                )
+        optimizer = cls(**config)
+        if steps_now is not None:
+            optimizer._steps = steps_now
+        return optimizer
+
+
+def _learning_rate_of_the_inner_optimizer() -> float:
+    raise AttributeError("The learning rate is the inner optimizer's.")
+
+
+def _names(variables: list[Any]) -> list[str]:
+    return [getattr(variable, "path", None) or str(variable.name) for variable in variables]
+
+
+def _unique_names(variables: list[Any]) -> list[str]:
+    """A name for each variable from its path; models may hold several of the same path."""
+    names: list[str] = []
+    for name in _names(variables):
+        name = name.replace("/", "_").replace(":", "_")
+        repeats = sum(other == name or other.startswith(f"{name}__") for other in names)
+        names.append(f"{name}__{repeats}" if repeats else name)
+    return names
