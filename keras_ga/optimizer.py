@@ -285,6 +285,11 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """Lets the inner optimizer set the final weights (EMA), as `fit` does at its end."""
         self.inner_optimizer.finalize_variable_values(var_list)
+        if self.use_ema:
+            # On JAX (Keras 3.15) a weight is now the very buffer of its average, and the next
+            # `fit` dies donating it twice.
+            for variable in var_list:
+                variable.assign(keras.ops.copy(variable.value))
 
     # Training.
 
@@ -537,14 +542,31 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
     # Saving.
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes this optimizer's state by name; Keras visits the inner optimizer on its own."""
-        for variable in self._variables:
-            store[variable.name] = keras.ops.convert_to_numpy(variable)
+        """Writes this optimizer's state; Keras visits the inner optimizer on its own."""
+        for key, variable in self._saved_variables().items():
+            store[key] = keras.ops.convert_to_numpy(variable)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads what `save_own_variables` wrote."""
-        for variable in self._variables:
-            variable.assign(store[variable.name][()])
+        for key, variable in self._saved_variables().items():
+            variable.assign(store[key][()])
+
+    def _saved_variables(self) -> dict[str, keras.Variable]:
+        # Accumulators by position: a variable's name counts the layers made before it.
+        if self._window is None:
+            return {"micro_steps": self.micro_steps}
+        window = self._window
+        accumulators = {f"accumulator_{i}": a for i, a in enumerate(window.accumulators)}
+        return {
+            "micro_steps": window.micro_steps,
+            "pending": window.pending,
+            "weight_sum": window.weight_sum,
+            "has_updated": window.has_updated,
+            "has_gradient": window.has_gradient,
+            "dropped_micro_steps": window.dropped_micro_steps,
+            "skipped_updates": window.skipped_updates,
+            **accumulators,
+        }
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, as plain JSON.
