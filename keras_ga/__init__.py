@@ -1,7 +1,16 @@
 """Gradient accumulation for Keras 3: the large batch's weights at the small batch's memory."""
 
+from keras_ga import callbacks, schedules
 from keras_ga.optimizer import GradientAccumulationOptimizer
+from keras_ga.schedules import scale_learning_rate, total_updates
 
-__all__ = ["GradientAccumulationOptimizer", "__version__"]
+__all__ = [
+    "GradientAccumulationOptimizer",
+    "__version__",
+    "callbacks",
+    "scale_learning_rate",
+    "schedules",
+    "total_updates",
+]
 
 __version__ = "0.1.0"

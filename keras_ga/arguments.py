@@ -43,6 +43,21 @@ def checked_steps(name: str, value: Any) -> int:
     return int(value)
 
 
+def checked_epoch(name: str, epoch: Any) -> int:
+    """An epoch: an int >= 0."""
+    if isinstance(epoch, bool) or not isinstance(epoch, numbers.Integral):
+        raise TypeError(
+            f"`{name}` must have ints >= 0 for keys, because epochs are counted from 0. Pass whole "
+            f"numbers. {_received('epoch', epoch)}"
+        )
+    if epoch < 0:
+        raise ValueError(
+            f"`{name}` must have ints >= 0 for keys, because epochs are counted from 0. Pass 0 for "
+            f"the first one. {_received('epoch', epoch)}"
+        )
+    return int(epoch)
+
+
 def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """One of `choices`."""
     if value not in choices:

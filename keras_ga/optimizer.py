@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -166,14 +167,15 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         micro = checked_steps("micro_batch_size", micro_batch_size)
         if effective % micro:
             divisors = [d for d in range(1, effective + 1) if effective % d == 0]
-            below = max(d for d in divisors if d < micro)
-            above = min((d for d in divisors if d > micro), default=effective)
-            lower, upper = effective // micro * micro, -(-effective // micro) * micro
-            sizes = " or ".join(str(size) for size in (lower, upper) if size)
+            micros = {
+                max(d for d in divisors if d < micro),
+                min((d for d in divisors if d > micro), default=effective),
+            }
+            effectives = {effective // micro * micro, -(-effective // micro) * micro} - {0}
             raise ValueError(
                 "`micro_batch_size` must divide `effective_batch_size`, because an update is made "
-                f"of whole micro-batches. Use micro_batch_size={below} or {above}, or "
-                f"effective_batch_size={sizes}. Received: "
+                f"of whole micro-batches. Use micro_batch_size={_either(micros)}, or "
+                f"effective_batch_size={_either(effectives)}. Received: "
                 f"effective_batch_size={effective}, micro_batch_size={micro}"
             )
         return cls(optimizer, effective // micro, **kwargs)
@@ -220,6 +222,11 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         else:
             self._window.accumulation_steps.assign(steps)
         self._steps = steps
+
+    @property
+    def follows_a_schedule(self) -> bool:
+        """Whether N is given by a callable, and so can't be set."""
+        return self._schedule is not None
 
     @property
     def iterations(self) -> Any:
@@ -284,6 +291,13 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """Lets the inner optimizer set the final weights (EMA), as `fit` does at its end."""
+        if int(self.iterations) == 0 and int(self.pending) > 0:
+            warnings.warn(
+                f"Training ended before its first update: it had {int(self.pending)} micro-batches "
+                f"and accumulation_steps={self.accumulation_steps}. No weight has changed. "
+                "Use fewer accumulation steps, more data, or `FlushPartialWindow`.",
+                stacklevel=2,
+            )
         self.inner_optimizer.finalize_variable_values(var_list)
         if self.use_ema:
             # On JAX (Keras 3.15) a weight is now the very buffer of its average, and the next
@@ -609,6 +623,10 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
 def _learning_rate_of_the_inner_optimizer() -> float:
     raise AttributeError("The learning rate is the inner optimizer's.")
+
+
+def _either(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
 
 
 def _names(variables: list[Any]) -> list[str]:

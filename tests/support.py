@@ -79,3 +79,42 @@ def assert_differ(actual, expected, by=1e-4):
     """Guards a comparison: what is compared must be able to differ."""
     difference = max(np.abs(a - e).max() for a, e in zip(actual, expected, strict=True))
     assert difference > by, f"only {difference} apart"
+
+
+# For loops of one's own.
+
+INNER = {
+    "adamw": lambda: keras.optimizers.AdamW(0.02, weight_decay=0.1, global_clipnorm=0.2),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.1),
+}
+
+
+def micro_batches(x, y, size=MICRO_BATCH):
+    for start in range(0, len(x), size):
+        yield x[start : start + size], y[start : start + size]
+
+
+def gradients_of(model, x, y, loss=keras.losses.mean_squared_error, reduce=keras.ops.mean):
+    """The gradients of one micro-batch, computed eagerly on any backend."""
+    x, y = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = reduce(loss(y, model(x, training=True)))
+        return tape.gradient(value, model.trainable_variables)
+    if BACKEND == "jax":
+        import jax
+
+        def of(trainable):
+            out, _ = model.stateless_call(trainable, values_of(model.non_trainable_variables), x)
+            return reduce(loss(y, out))
+
+        return jax.grad(of)(values_of(model.trainable_variables))
+    model.zero_grad()
+    reduce(loss(y, model(x, training=True))).backward()
+    return [variable.value.grad for variable in model.trainable_variables]
+
+
+def values_of(variables):
+    return [variable.value for variable in variables]

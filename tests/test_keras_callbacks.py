@@ -32,11 +32,6 @@ UPDATES_PER_EPOCH = ROWS // LARGE_BATCH
 # Ten micro-batches: each epoch leaves two more in the open window.
 ODD_ROWS = ROWS - 2 * MICRO_BATCH
 
-ACCUMULATOR_NAMES = (
-    "accumulators are stored by their variable's path, which another model of the same layers "
-    "does not share"
-)
-
 
 def itself(optimizer):
     return optimizer
@@ -110,6 +105,7 @@ def fit(model, data, **arguments):
 # The learning rate.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "outside",
     [
@@ -326,7 +322,6 @@ def test_model_checkpoint_of_the_best_epoch(tmp_path):
     assert_differ(model.get_weights(), sides[1][0].get_weights())
 
 
-@pytest.mark.xfail(strict=True, reason=ACCUMULATOR_NAMES)
 def test_model_checkpoint_of_a_whole_model(tmp_path):
     sides = bare_and_accumulating(
         momentum,
@@ -379,17 +374,8 @@ class PowerCutAt(keras.callbacks.Callback):
             raise PowerCutError
 
 
-@pytest.mark.parametrize(
-    "same_names",
-    [
-        pytest.param(True, id="as in a new process"),
-        pytest.param(
-            False,
-            id="in the same process",
-            marks=pytest.mark.xfail(strict=True, reason=ACCUMULATOR_NAMES),
-        ),
-    ],
-)
+@pytest.mark.quick
+@pytest.mark.parametrize("same_names", [True, False])
 def test_backup_and_restore(tmp_path, same_names):
     """The epoch that was cut short is run again, from the window that was open before it."""
     data = rows(ODD_ROWS)

