@@ -90,7 +90,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
     ```python
     import keras
-        import keras_ga
+    import keras_ga
+    import numpy as np
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     optimizer = keras_ga.GradientAccumulationOptimizer(

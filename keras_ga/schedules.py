@@ -63,7 +63,14 @@ class PiecewiseConstantSteps:
             )
 
     def __call__(self, update: Any) -> Any:
-        """N for the window that leads to update number `update` (an int or a scalar tensor)."""
+        """N for the window that leads to an update.
+
+        Args:
+            update: How many updates were made before it: an int or a scalar integer tensor.
+
+        Returns:
+            An int for an int, else a scalar int32 tensor.
+        """
         if isinstance(update, numbers.Integral):
             return self.values[sum(int(update) >= boundary for boundary in self.boundaries)]
         steps = ops.convert_to_tensor(self.values[0], "int32")
@@ -72,12 +79,23 @@ class PiecewiseConstantSteps:
         return steps
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """The constructor's arguments.
+
+        Returns:
+            A dict of plain lists.
+        """
         return {"boundaries": self.boundaries, "values": self.values}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> PiecewiseConstantSteps:
-        """Makes a schedule from `get_config`'s dict."""
+        """Makes a schedule from `get_config`'s dict.
+
+        Args:
+            config: The dict; it is left as it is.
+
+        Returns:
+            A `PiecewiseConstantSteps`.
+        """
         return cls(**config)
 
 

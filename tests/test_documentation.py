@@ -131,7 +131,7 @@ def run(block):
     exec(code, {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=place(block)) for block in BLOCKS])
+@pytest.mark.parametrize("block", BLOCKS, ids=place)
 @pytest.mark.usefixtures("a_place_of_its_own")
 def test_block_runs(block):
     reason = reason_to_skip(block)
