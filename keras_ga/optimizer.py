@@ -292,6 +292,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """Lets the inner optimizer set the final weights (EMA), as `fit` does at its end."""
+        if not _has_value(self.iterations):
+            return  # a step has failed on JAX, and its error is what must be seen
         if int(self.iterations) == 0 and int(self.pending) > 0:
             warnings.warn(
                 f"Training ended before its first update: it had {int(self.pending)} micro-batches "
@@ -485,9 +487,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             )
         own, trainable = self.variables, self._window.variables
         check_length("optimizer_variables", optimizer_variables, own, "optimizer.variables")
-        check_length(
-            "trainable_variables", trainable_variables, trainable, "the variables built on"
-        )
+        if len(trainable_variables) != len(trainable):
+            raise ValueError(_other_variables(trainable_variables, trainable))
         # `LossScaleOptimizer` on JAX passes the variables themselves where values are meant.
         mapping = [
             (variable, value.value if isinstance(value, keras.Variable) else value)
@@ -544,14 +545,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         known_keys = {self._var_key(variable) for variable in known}
         unknown = [v for k, v in given.items() if k not in known_keys]
         if missing or unknown or len(variables) != len(known):
-            raise ValueError(
-                "`trainable_variables` must be the same variables on every call, because a window "
-                "is divided by one sum of weights for all of them. Use one "
-                "`GradientAccumulationOptimizer` per set of variables (after freezing or "
-                "unfreezing layers: a new one, and compile again). Received: "
-                f"{len(variables)} variables where the optimizer was built on {len(known)}"
-                f"; missing: {_names(missing)}; unknown: {_names(unknown)}"
-            )
+            detail = f"; missing: {_names(missing)}; unknown: {_names(unknown)}"
+            raise ValueError(_other_variables(variables, known, detail))
         return [given[self._var_key(variable)] for variable in known]
 
     # Saving.
@@ -622,8 +617,26 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         return optimizer
 
 
+def _has_value(variable: keras.Variable) -> bool:
+    """Whether a variable can be read; on JAX `fit` takes the values away while it runs."""
+    try:
+        return variable.value is not None
+    except TypeError:
+        return False
+
+
 def _learning_rate_of_the_inner_optimizer() -> float:
     raise AttributeError("The learning rate is the inner optimizer's.")
+
+
+def _other_variables(given: Sequence[Any], known: Sequence[Any], detail: str = "") -> str:
+    return (
+        "`trainable_variables` must be the same variables on every call, because a window is "
+        "divided by one sum of weights for all of them. Use one `GradientAccumulationOptimizer` "
+        "per set of variables (after freezing or unfreezing layers: a new one, and compile "
+        f"again). Received: {len(given)} variables where the optimizer was built on {len(known)}"
+        f"{detail}"
+    )
 
 
 def _either(numbers: set[int]) -> str:
