@@ -28,6 +28,9 @@ def _received(name: str, value: Any) -> str:
     return f"Received: {name}={value!r} (of type {type(value).__name__})"
 
 
+_LARGEST_COUNT = 2**31 - 1
+
+
 def checked_steps(name: str, value: Any) -> int:
     """A count: an int >= 1 (a NumPy one too; `True`, `2.5` and `"4"` are not)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -40,7 +43,18 @@ def checked_steps(name: str, value: Any) -> int:
             f"`{name}` must be an int >= 1, because an update needs a micro-batch. Pass 1 to "
             f"make an update at every step. {_received(name, value)}"
         )
+    if int(value) > _LARGEST_COUNT:
+        raise ValueError(
+            f"`{name}` must be below 2**31, because counters have 32 bits on some backends. Pass a "
+            f"smaller one. {_received(name, value)}"
+        )
     return int(value)
+
+
+def checked_schedule_value(value: Any) -> Any:
+    """What a schedule of N returns: an int >= 1, or a tensor, which is taken as it is."""
+    is_a_tensor = hasattr(value, "shape") and not isinstance(value, np.ndarray | np.generic)
+    return value if is_a_tensor else checked_steps("accumulation_steps", value)
 
 
 def checked_epoch(name: str, epoch: Any) -> int:
@@ -94,12 +108,16 @@ def checked_weight(weight: Any) -> Any:
             "`weight` must be a number or a scalar tensor, because it says what the micro-batch "
             f"counts for. Pass its rows or valid tokens. {_received('weight', weight)}"
         )
-    if isinstance(weight, numbers.Real) and not 0 <= float(weight) < float("inf"):
+    number = weight.item() if isinstance(weight, np.ndarray) and weight.size == 1 else weight
+    if isinstance(number, numbers.Real) and not 0 <= float(number) < float("inf"):
         raise ValueError(
             "`weight` must be finite and >= 0, because a window is divided by the sum of its "
             f"weights. Pass 0 to leave the micro-batch out. {_received('weight', weight)}"
         )
-    shape = tuple(weight.shape) if hasattr(weight, "shape") else np.shape(weight)
+    try:
+        shape = tuple(weight.shape) if hasattr(weight, "shape") else np.shape(weight)
+    except ValueError:  # a TensorFlow tensor of unknown rank
+        return weight
     if shape:
         raise ValueError(
             "`weight` must be a scalar, because it is for the whole micro-batch. Weight the rows "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
@@ -14,6 +16,7 @@ from keras_ga.arguments import (
     checked_choice,
     checked_dtype,
     checked_optimizer,
+    checked_schedule_value,
     checked_steps,
     checked_weight,
     refuse_arguments,
@@ -189,8 +192,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
         Setting it takes effect at the next micro-step, compiled steps included, without a
         retrace. What the open window holds is kept: it closes as soon as it holds at least the
-        new N, and is divided by what it holds. On JAX, a callback that sets it in the middle of
-        an epoch must call `model.jax_state_sync()` before; at an epoch's begin it need not.
+        new N, and is divided by what it holds. In a JAX loop of your own, N is in the state that
+        you carry: set it before you take the state out of `optimizer.variables`.
 
         Raises:
             TypeError: On setting, if the value is not an int, or N is given by a schedule.
@@ -198,8 +201,13 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
                 constructed with 1 and built without accumulators.
         """
         if self._schedule is not None:
-            return int(self._schedule(int(self.iterations)))
-        return self._steps
+            return int(checked_schedule_value(self._schedule(int(self.iterations))))
+        if self._window is None:
+            return self._steps
+        try:
+            return int(self._window.accumulation_steps)
+        except (TypeError, NotImplementedError):  # in a graph, or while JAX's `fit` holds it
+            return self._steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
@@ -261,8 +269,14 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         return 0 if self._window is None else self._window.skipped_updates
 
     learning_rate = _forwarded("learning_rate")
-    loss_scale_factor = _forwarded("loss_scale_factor")
+    weight_decay = _forwarded("weight_decay")
+    clipnorm = _forwarded("clipnorm")
+    clipvalue = _forwarded("clipvalue")
+    global_clipnorm = _forwarded("global_clipnorm")
     use_ema = _forwarded("use_ema")
+    ema_momentum = _forwarded("ema_momentum")
+    ema_overwrite_frequency = _forwarded("ema_overwrite_frequency")
+    loss_scale_factor = _forwarded("loss_scale_factor")
     # The name that `keras.callbacks.SwapEMAWeights` reads, when a `LossScaleOptimizer` is outside.
     _model_variables_moving_average = _forwarded("_model_variables_moving_average")
 
@@ -301,8 +315,9 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
                 "Use fewer accumulation steps, more data, or `FlushPartialWindow`.",
                 stacklevel=2,
             )
-        self.inner_optimizer.finalize_variable_values(var_list)
-        if self.use_ema:
+        inner = self.inner_optimizer
+        inner.finalize_variable_values(var_list)
+        if any(part.use_ema for part in getattr(inner, "optimizers", [inner])):
             # On JAX (Keras 3.15) a weight is now the very buffer of its average, and the next
             # `fit` dies donating it twice.
             for variable in var_list:
@@ -325,6 +340,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         variables = list(variables)
+        self._in_order_of(variables, variables)  # refuses a variable that is given twice
         inner = self.inner_optimizer
         if not inner.built:
             inner.build(variables)
@@ -337,7 +353,9 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         self.built: bool = True
 
     def _make_window(self, variables: list[keras.Variable]) -> Window:
-        def scalar(name: str, dtype: str) -> keras.Variable:
+        # Counters are "int", 64 bits on TensorFlow as Keras's own: 32 would live on the host, where
+        # a step that XLA compiles for a GPU can't reach them.
+        def scalar(name: str, dtype: str = "int") -> keras.Variable:
             return self.add_variable((), "zeros", dtype, "only_first_replica", name=name)
 
         accumulators = []
@@ -360,18 +378,18 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             # Not tracked: a checkpoint must not bring back another N than the constructor's.
             with keras.name_scope(self.name):
                 steps = keras.Variable(
-                    self._steps, dtype="int32", trainable=False, name="accumulation_steps"
+                    self._steps, dtype="int", trainable=False, name="accumulation_steps"
                 )
         return Window(
             variables=variables,
             accumulators=accumulators,
             micro_steps=self.micro_steps,
-            pending=scalar("pending", "int32"),
+            pending=scalar("pending"),
             weight_sum=scalar("weight_sum", "float64" if wide else "float32"),
             has_updated=scalar("has_updated", "bool"),
             has_gradient=self.add_variable((len(variables),), "zeros", "bool", name="has_gradient"),
-            dropped_micro_steps=scalar("dropped_micro_steps", "int32"),
-            skipped_updates=scalar("skipped_updates", "int32"),
+            dropped_micro_steps=scalar("dropped_micro_steps"),
+            skipped_updates=scalar("skipped_updates"),
             iterations=self.iterations,
             accumulation_steps=steps,
             schedule=self._schedule,
@@ -531,6 +549,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             check_length("grads", grads, known, "the variables built on")
             return grads
         check_length("grads", grads, variables, "`trainable_variables`")
+        if len(variables) == len(known) and all(map(operator.is_, variables, known)):
+            return grads
         by_key = dict(zip(map(self._var_key, variables), grads, strict=True))
         self._in_order_of(known, variables)
         return [by_key[self._var_key(variable)] for variable in known]
@@ -544,12 +564,25 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         missing = [v for v in known if self._var_key(v) not in given]
         known_keys = {self._var_key(variable) for variable in known}
         unknown = [v for k, v in given.items() if k not in known_keys]
-        if missing or unknown or len(variables) != len(known):
+        if missing or unknown or not len(given) == len(variables) == len(known):
             detail = f"; missing: {_names(missing)}; unknown: {_names(unknown)}"
             raise ValueError(_other_variables(variables, known, detail))
         return [given[self._var_key(variable)] for variable in known]
 
     # Saving.
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the values of `variables`, the inner optimizer's included.
+
+        Args:
+            weights: An array for each of `variables`.
+
+        Raises:
+            ValueError: If it is not built, or a value does not fit.
+        """
+        check_length("weights", weights, self.variables, "`optimizer.variables`")
+        for variable, value in zip(self.variables, weights, strict=True):
+            variable.assign(value)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes this optimizer's state; Keras visits the inner optimizer on its own."""
@@ -557,9 +590,51 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             store[key] = keras.ops.convert_to_numpy(variable)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` wrote."""
-        for key, variable in self._saved_variables().items():
-            variable.assign(store[key][()])
+        """Reads what `save_own_variables` wrote, or the state of the bare inner optimizer.
+
+        A file of the bare optimizer, or of a wrapper with N = 1, leaves the window empty.
+
+        Raises:
+            ValueError: If the file is another optimizer's; nothing is changed then.
+        """
+        if "micro_steps" not in store:
+            # The bare optimizer's file: training goes on under the wrapper.
+            self.inner_optimizer.load_own_variables(store)
+            return
+        if self._window is None:
+            warnings.warn(
+                f"Skipping variable loading for optimizer {self.name!r}, because it is not built "
+                "yet. Call `optimizer.build(model.trainable_variables)` before loading.",
+                stacklevel=2,
+            )
+            return
+        saved = self._saved_variables()
+        missing = [key for key in saved if key not in store]
+        if "accumulator_0" in missing or not self._window.accumulators:
+            if int(store["pending"][()]) > 0:
+                warnings.warn(
+                    f"The file holds a window of {int(store['pending'][()])} micro-batches, which "
+                    "is left out, because this optimizer has no accumulators. Construct it with "
+                    "accumulation_steps > 1 to go on from it.",
+                    stacklevel=2,
+                )
+            of_the_window = ("pending", "weight_sum", "accumulator_")
+            saved = {k: v for k, v in saved.items() if not k.startswith(of_the_window)}
+            self.reset_window()
+        found = {key: store[key][()] for key in saved if key in store}
+        wrong = [
+            key
+            for key, v in saved.items()
+            if key not in found or found[key].shape != tuple(v.shape)
+        ]
+        if wrong:
+            raise ValueError(
+                "The file must be of an optimizer with the same variables, because its window "
+                "is theirs. Load it into the model that it was saved from. Received: a file that "
+                f"does not fit in {', '.join(wrong)}"
+            )
+        for key, variable in saved.items():
+            variable.assign(found[key])
 
     def _saved_variables(self) -> dict[str, keras.Variable]:
         # Accumulators by position: a variable's name counts the layers made before it.
@@ -604,13 +679,16 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> GradientAccumulationOptimizer:
         """Makes an optimizer from `get_config`'s dict, which it leaves as it is."""
-        config = dict(config)
+        config = copy.deepcopy(config)  # Keras's own `from_config` writes into nested dicts
         steps_now = config.pop("accumulation_steps_now", None)
-        for key in ("optimizer", "accumulation_steps"):
-            if isinstance(config[key], dict):
-                config[key] = keras.saving.deserialize_keras_object(
-                    config[key], custom_objects=custom_objects
-                )
+        for key, deserialize in (
+            # The function for optimizers knows Keras's own by name, on whichever backend they
+            # were saved.
+            ("optimizer", keras.optimizers.deserialize),
+            ("accumulation_steps", keras.saving.deserialize_keras_object),
+        ):
+            if isinstance(config.get(key), dict):
+                config[key] = deserialize(config[key], custom_objects=custom_objects)
         optimizer = cls(**config)
         if steps_now is not None:
             optimizer._steps = steps_now
@@ -650,8 +728,11 @@ def _names(variables: list[Any]) -> list[str]:
 def _unique_names(variables: list[Any]) -> list[str]:
     """A name for each variable from its path; models may hold several of the same path."""
     names: list[str] = []
-    for name in _names(variables):
-        name = name.replace("/", "_").replace(":", "_")
-        repeats = sum(other == name or other.startswith(f"{name}__") for other in names)
-        names.append(f"{name}__{repeats}" if repeats else name)
+    for path in _names(variables):
+        name = path = path.replace("/", "_").replace(":", "_")
+        repeats = 0
+        while name in names:
+            repeats += 1
+            name = f"{path}__{repeats}"
+        names.append(name)
     return names

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_ga.arguments import checked_schedule_value
+
 Tensor = Any  # a tensor of whichever backend Keras runs on
 REDUCTIONS = ("mean", "sum")
 NONFINITE = ("propagate", "drop")
@@ -62,7 +64,7 @@ class Window:
     def steps(self, read: Callable[[keras.Variable], Any] = lambda variable: variable.value) -> Any:
         """N as it stands now; `read` gets at a variable's value."""
         if self.schedule is not None:
-            return self.schedule(read(self.iterations))
+            return checked_schedule_value(self.schedule(read(self.iterations)))
         return read(self.accumulation_steps)
 
 
@@ -133,6 +135,8 @@ def window_gradient(
         nothing_came = ops.equal(total, empty_total(variable))
         value = ops.where(nothing_came, ops.cast(variable, total.dtype), total)
     elif reduction == "mean":
+        # In 16 bits a sum of weights would overflow or lose its last digits.
+        total = ops.cast(total, wide_dtype(total.dtype))
         value = ops.divide(total, ops.cast(weight_sum, total.dtype))
     else:
         value = total
@@ -154,8 +158,11 @@ def accumulator_dtype(variable: keras.Variable, requested: str | None = None) ->
 
     In bfloat16 the sum of 1,024 ones stops at 256: past that a one is rounded away.
     """
-    if requested is not None:
-        return requested
-    dtype = str(keras.backend.standardize_dtype(variable.dtype))
-    narrow = dtype in ("float16", "bfloat16") or dtype.startswith("float8")
-    return "float32" if narrow else dtype
+    return wide_dtype(variable.dtype) if requested is None else requested
+
+
+def wide_dtype(dtype: Any) -> str:
+    """`dtype`, but float32 for the narrower floats."""
+    name = str(keras.backend.standardize_dtype(dtype))
+    narrow = name in ("float16", "bfloat16") or name.startswith("float8")
+    return "float32" if narrow else name

@@ -60,6 +60,20 @@ def test_refuses_steps_that_are_no_int(steps):
         Wrapper("sgd", 2).accumulation_steps = steps
 
 
+def test_refuses_steps_that_no_counter_holds():
+    with pytest.raises(ValueError, match=r"must be below 2\*\*31"):
+        Wrapper("sgd", 2**31)
+
+
+@pytest.mark.parametrize(("steps", "error"), [(2.5, TypeError), (0, ValueError), (None, TypeError)])
+def test_refuses_a_schedule_that_returns_no_steps(steps, error):
+    optimizer, variables = built(lambda update: steps)
+    with pytest.raises(error, match="`accumulation_steps` must be an int >= 1"):
+        optimizer.apply(ones(variables), variables)
+    with pytest.raises(error, match="`accumulation_steps` must be an int >= 1"):
+        _ = optimizer.accumulation_steps
+
+
 @pytest.mark.parametrize("steps", [0, -1])
 def test_refuses_steps_below_one(steps):
     with pytest.raises(ValueError, match=r"must be an int >= 1, because an update needs"):
@@ -185,6 +199,12 @@ def test_pairs_gradients_with_variables_by_identity():
     assert_equal(values([first, second]), [np.full(2, -1.0), np.full(3, -5.0)])
 
 
+def test_refuses_a_variable_that_is_given_twice():
+    variable = keras.Variable(np.zeros(2, "float32"))
+    with pytest.raises(ValueError, match="same variables on every call"):
+        Wrapper("sgd", 2).apply(ones([variable] * 2), [variable] * 2)
+
+
 def test_all_none_is_refused_as_by_the_bare_optimizer():
     optimizer, variables = built()
     with pytest.raises(ValueError, match="No gradients provided for any variable"):
@@ -199,7 +219,7 @@ def test_refuses_weights_that_are_no_number(weight):
         optimizer.apply(ones(variables), variables, weight=weight)
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), np.array(-1.0), np.float32(-1)])
 def test_refuses_weights_out_of_range(weight):
     optimizer, variables = built()
     with pytest.raises(ValueError, match="`weight` must be finite and >= 0"):
@@ -256,6 +276,56 @@ def test_learning_rate_is_the_inner_one():
     for _ in range(4):
         scheduled.apply(ones(variables), variables)
     assert float(scheduled.learning_rate) == 0.25  # two updates, not four
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("clipnorm", 1.0), ("clipvalue", 1.0), ("global_clipnorm", 1.0), ("weight_decay", 0.1)],
+)
+def test_what_belongs_to_the_inner_optimizer_is_set_there(name, value):
+    optimizer, variables = built(1)
+    assert getattr(optimizer, name) is None
+    setattr(optimizer, name, value)
+    assert getattr(optimizer.inner_optimizer, name) == value
+    variables[0].assign([1.0, 1.0])
+    optimizer.apply([keras.ops.full((2,), 3.0), keras.ops.zeros((3,))], variables)
+    assert values(variables)[0][0] != -2.0
+
+
+def test_set_weights_reaches_the_inner_optimizer():
+    first, variables = built(inner=keras.optimizers.Adam(0.1))
+    for _ in range(N + 1):
+        first.apply(ones(variables), variables)
+    second, _ = built(inner=keras.optimizers.Adam(0.1))
+    second.set_weights(values(first.variables))
+    assert_equal(values(second.variables), values(first.variables))
+    with pytest.raises(ValueError, match=r"`weights` must match `optimizer\.variables`"):
+        second.set_weights([])
+
+
+def test_an_update_that_fails_keeps_the_window():
+    class Failing(keras.optimizers.SGD):
+        fail = True
+
+        def apply(self, grads, trainable_variables=None):
+            if self.fail:
+                raise RuntimeError("not now")
+            super().apply(grads, trainable_variables)
+
+        def stateless_apply(self, *args):
+            if self.fail:
+                raise RuntimeError("not now")
+            return super().stateless_apply(*args)
+
+    inner = Failing(1.0)
+    optimizer, variables = built(2, inner=inner)
+    optimizer.apply(ones(variables), variables)
+    with pytest.raises(RuntimeError, match="not now"):
+        optimizer.apply(ones(variables), variables)
+    inner.fail = False
+    optimizer.apply(ones(variables), variables)
+    assert_equal(values(variables), [np.full(2, -1.0), np.full(3, -1.0)])
+    assert int(optimizer.pending) == 0
 
 
 def test_apply_gradients_returns_the_updates():

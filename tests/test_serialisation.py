@@ -220,23 +220,7 @@ def test_config_keeps_a_rate_that_a_callback_has_set():
     assert float(WAYS["keras.saving"](original).learning_rate) == 0.25
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        pytest.param(
-            inner,
-            marks=[
-                pytest.mark.xfail(
-                    strict=True,
-                    reason="Keras's own from_config, called with a nested dict of the caller's, "
-                    "puts the schedule object into it",
-                )
-            ]
-            * (inner == "Adam with a schedule"),
-        )
-        for inner in INNER
-    ],
-)
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("schedule", [N, Growing(2, [2, 4])], ids=["int", "schedule"])
 def test_from_config_leaves_the_callers_dict_untouched(inner, schedule):
     config = accumulating(INNER[inner](), schedule, **ARGUMENTS).get_config()

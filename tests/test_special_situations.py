@@ -185,3 +185,68 @@ def test_the_loss_scale_skips_a_micro_step_without_losing_the_window():
     inner = optimizer.inner_optimizer
     assert (int(inner.micro_steps), int(inner.iterations)) == (2, 1)
     assert np.isfinite(values([variable])[0]).all()
+
+
+def saved_after(steps, micro_steps, path):
+    """Weights saved by a model trained for so many micro-steps; its optimizer."""
+    optimizer = momentum() if steps is None else accumulating(momentum(), steps)
+    data = rows(micro_steps * MICRO_BATCH)
+    model, _ = fitted(optimizer, MICRO_BATCH, data=data, epochs=1)
+    model.save_weights(path)
+    return optimizer
+
+
+def loaded_into(steps, path):
+    model, optimizer = dense_model(), accumulating(momentum(), steps)
+    model.compile(optimizer=optimizer, loss="mse")
+    optimizer.build(model.trainable_variables)
+    model.load_weights(path)
+    return optimizer
+
+
+# Keras looks for the inner optimizer a second time, where the bare one's file has nothing.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+@pytest.mark.parametrize("steps", [None, 1])
+def test_a_file_without_a_window_goes_on_with_an_empty_one(steps, tmp_path):
+    before = saved_after(steps, 3, tmp_path / "m.weights.h5")
+    optimizer = loaded_into(4, tmp_path / "m.weights.h5")
+    assert (int(optimizer.iterations), int(optimizer.pending)) == (3, 0)
+    inner = before if steps is None else before.inner_optimizer
+    assert_equal(values(optimizer.inner_optimizer.variables), values(inner.variables))
+
+
+def test_a_window_that_finds_no_accumulators_is_left_out_with_a_warning(tmp_path):
+    saved_after(2, 3, tmp_path / "m.weights.h5")
+    with pytest.warns(UserWarning, match="holds a window of 1 micro-batches, which is left out"):
+        optimizer = loaded_into(1, tmp_path / "m.weights.h5")
+    assert (int(optimizer.iterations), int(optimizer.pending)) == (1, 0)
+
+
+def test_another_models_window_is_refused_and_changes_nothing():
+    optimizer = accumulating(momentum())
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer.apply([keras.ops.ones((2,))], [variable])
+    other = accumulating(momentum())
+    other.build([keras.Variable(np.zeros(3, "float32"))])
+    store = {}
+    other.save_own_variables(store)
+    with pytest.raises(ValueError, match="a file that does not fit in accumulator_0"):
+        optimizer.load_own_variables({key: np.asarray(value) for key, value in store.items()})
+    assert int(optimizer.pending) == 1
+
+
+def test_loading_before_it_is_built_warns():
+    built = accumulating(momentum())
+    built.build([keras.Variable(np.zeros(2, "float32"))])
+    store = {}
+    built.save_own_variables(store)
+    with pytest.warns(UserWarning, match=r"Skipping variable loading.*not built yet"):
+        accumulating(momentum()).load_own_variables(store)
+
+
+def test_a_16_bit_accumulator_is_divided_in_float32():
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer = accumulating(keras.optimizers.SGD(1.0), 2, accumulator_dtype="float16")
+    for _ in range(2):
+        optimizer.apply([keras.ops.full((2,), 0.5)], [variable], weight=40_000.0)
+    np.testing.assert_allclose(values([variable])[0], -0.5)

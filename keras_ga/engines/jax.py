@@ -130,7 +130,9 @@ class JaxEngine:
         A variable that never had a gradient is handed on as None, as the bare optimizer gets it.
         A trace knows only its own Nones. A variable that is missing here may have had its
         gradients from another trace (another branch of the model, a resumed checkpoint), so
-        where some are missing the flags decide at run time.
+        where some are missing the flags decide at run time. An optimizer can't be given a None
+        at run time; a variable without gradients among others that had theirs is given zeros,
+        and then its value back.
         """
         has_gradient = self._window.has_gradient.value
 
@@ -148,10 +150,24 @@ class JaxEngine:
             return lambda state, gradients: apply(
                 state, [g if h else None for g, h in zip(gradients, had, strict=True)]
             )
-        late = jnp.any(has_gradient & ~jnp.array(present))
+
+        def apply_all(
+            state: _State, gradients: list[Tensor]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
+            trainable, inner_state = apply(state, gradients)
+            kept = [
+                new if here else jnp.where(had, new, old)
+                for new, old, here, had in zip(
+                    trainable, state.trainable, present, has_gradient, strict=True
+                )
+            ]
+            return kept, inner_state
+
+        if not any(present):  # a flush
+            return apply_all
         return lambda state, gradients: jax.lax.cond(
-            late,
-            lambda state: apply(state, gradients),
+            jnp.any(has_gradient & ~jnp.array(present)),
+            lambda state: apply_all(state, gradients),
             lambda state: apply(
                 state, [g if p else None for g, p in zip(gradients, present, strict=True)]
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_ga.window import (
@@ -31,6 +32,8 @@ class TensorFlowEngine:
         """Takes one micro-batch in, and makes the update if that completes the window."""
         _refuse_strategies()
         window = self._window
+        if weight is not None:
+            weight = tf.reshape(weight, ())  # the rank need not be known while tracing
         values = [_values(gradient) for gradient in gradients]
         # `fit` finds the end of a dataset of unknown size by running one more step that fails for
         # want of data, and what does not depend on the batch still runs. No counter may move then.
@@ -38,26 +41,27 @@ class TensorFlowEngine:
             admission = admit(values, weight, window)
             window.micro_steps.assign_add(1)
             if admission.dropped is not None:
-                window.dropped_micro_steps.assign_add(tf.cast(admission.dropped, "int32"))
+                _count(window.dropped_micro_steps, admission.dropped)
             if not window.accumulators:
                 self._update_at_once(gradients, admission)
                 return
             present = [gradient is not None for gradient in gradients]
             window.has_gradient.assign(tf.logical_or(window.has_gradient.value, present))
             self._add(gradients, admission)
-            pending = window.pending.value + 1
-            counts_for = 1 if admission.weight is None else admission.weight
-            weight_sum = window.weight_sum.value + counts_for
+            window.pending.assign_add(1)
+            window.weight_sum.assign_add(1 if admission.weight is None else admission.weight)
+            pending = tf.identity(window.pending.value)
+            weight_sum = tf.identity(window.weight_sum.value)
             closes = pending >= tf.cast(window.steps(), pending.dtype)
-            # Without weights this micro-batch alone makes W > 0. Not asking keeps a value on the
-            # GPU from being waited for on every micro-step.
-            updates = closes if admission.weight is None else closes & (weight_sum != 0)
+            if admission.weight is None:
+                updates = closes  # this micro-batch alone makes W > 0
+            else:
+                updates = closes & (weight_sum != 0)
+                _count(window.skipped_updates, closes & ~updates)
             _when(updates, lambda: self._update(weight_sum, present))
-            window.pending.assign(tf.where(closes, 0, pending))
-            window.weight_sum.assign(tf.where(closes, tf.zeros_like(weight_sum), weight_sum))
             window.has_updated.assign(updates)
-            if admission.weight is not None:
-                window.skipped_updates.assign_add(tf.cast(closes & ~updates, "int32"))
+            window.pending.assign(tf.where(closes, tf.zeros_like(pending), pending))
+            window.weight_sum.assign(tf.where(closes, tf.zeros_like(weight_sum), weight_sum))
 
     def close(self) -> None:
         """Makes the update with what the open window holds; an empty window stays as it is."""
@@ -69,7 +73,7 @@ class TensorFlowEngine:
         closes = window.pending.value > 0
         updates = closes & (weight_sum != 0)
         _when(updates, lambda: self._update(weight_sum, [False] * len(window.variables)))
-        window.skipped_updates.assign_add(tf.cast(closes & ~updates, "int32"))
+        _count(window.skipped_updates, closes & ~updates)
         window.has_updated.assign(tf.where(closes, updates, window.has_updated.value))
         window.pending.assign(0)
         window.weight_sum.assign(tf.zeros_like(weight_sum))
@@ -108,23 +112,38 @@ class TensorFlowEngine:
 
         A trace knows only its own Nones. A variable that is missing here may have had its
         gradients from another trace (another branch of the model, a resumed checkpoint), so
-        where some are missing the flags decide at run time.
+        where some are missing the flags decide at run time. An optimizer can't be given a None
+        at run time; a variable without gradients among others that had theirs is given zeros,
+        and then its value back.
         """
-        window = self._window
+        window, apply = self._window, self._inner_optimizer.apply
         if all(present):
-            self._inner_optimizer.apply(gradients, window.variables)
+            apply(gradients, window.variables)
             return
         if tf.executing_eagerly():
             had = window.has_gradient.numpy()
             kept = [g if h else None for g, h in zip(gradients, had, strict=True)]
-            self._inner_optimizer.apply(kept, window.variables)
+            apply(kept, window.variables)
+            return
+
+        def apply_all() -> None:
+            missing = [
+                (variable.value, tf.identity(variable.value), window.has_gradient.value[i])
+                for i, variable in enumerate(window.variables)
+                if not present[i]
+            ]
+            apply(gradients, window.variables)
+            for variable, before, had in missing:
+                variable.assign(tf.where(had, variable, before))
+
+        if not any(present):  # a flush
+            apply_all()
             return
         kept = [g if p else None for g, p in zip(gradients, present, strict=True)]
-        missing = tf.logical_not(present)
         tf.cond(
-            tf.reduce_any(window.has_gradient.value & missing),
-            lambda: self._inner_optimizer.apply(gradients, window.variables),
-            lambda: self._inner_optimizer.apply(kept, window.variables),
+            tf.reduce_any(window.has_gradient.value & tf.logical_not(present)),
+            apply_all,
+            lambda: apply(kept, window.variables),
         )
 
     def _update_at_once(self, gradients: list[Tensor | None], admission: Admission) -> None:
@@ -140,7 +159,7 @@ class TensorFlowEngine:
             self._inner_optimizer.apply(gradients, window.variables)
         else:
             _when(updates, lambda: self._inner_optimizer.apply(gradients, window.variables))
-            window.skipped_updates.assign_add(tf.cast(~updates, "int32"))
+            _count(window.skipped_updates, ~updates)
         window.has_updated.assign(updates)
 
 
@@ -161,6 +180,10 @@ def _when(predicate: Tensor, body: Callable[[], None]) -> None:
         return [tf.constant(False)]
 
     tf.while_loop(lambda again: again, trip, [predicate])
+
+
+def _count(counter: keras.Variable, happened: Tensor) -> None:
+    counter.assign_add(tf.cast(happened, counter.dtype))
 
 
 def _values(gradient: Tensor | None) -> Tensor | None:

@@ -39,6 +39,8 @@ class TorchEngine:
     def micro_step(self, gradients: list[Tensor | None], weight: Tensor | float | None) -> None:
         """Takes one micro-batch in, and makes the update if that completes the window."""
         window = self._window
+        if window.accumulators or weight is not None or window.nonfinite == "drop":
+            gradients = [_dense(g) for g in gradients]
         admission = admit(gradients, weight, window)
         window.micro_steps.value.add_(1)
         if admission.dropped is not None:
@@ -81,7 +83,10 @@ class TorchEngine:
                 total.copy_(largest(total, gradient, admission, accumulator.dtype))
             else:
                 totals.append(total)
-                summands.append(weighted(gradient, admission, accumulator.dtype))
+                as_it_is = admission.weight is None and gradient.dtype == total.dtype
+                summands.append(
+                    gradient if as_it_is else weighted(gradient, admission, accumulator.dtype)
+                )
         if totals:
             torch._foreach_add_(totals, summands)
 
@@ -149,6 +154,10 @@ class _HostCopy:
     def _mark(self) -> tuple[int, int]:
         tensor = self._variable.value
         return id(tensor), tensor._version
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _like(variable: keras.Variable, values: list[bool]) -> torch.Tensor:

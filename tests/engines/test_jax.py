@@ -106,14 +106,15 @@ def test_stateless_apply_checks_its_lists():
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_gradient_that_only_another_jitted_step_has_is_not_lost():
     def run(compiled):
-        variables = [keras.Variable(np.ones(2, "float32")) for _ in range(2)]
+        variables = [keras.Variable(np.ones(2, "float32")) for _ in range(3)]
         optimizer = accumulating(keras.optimizers.SGD(0.5, momentum=0.5, weight_decay=0.1), 2)
         optimizer.build(variables)
         state = values_of(variables), values_of(optimizer.variables)
 
         def step(state, both):
             second = np.full(2, 3.0, "float32") if both else None
-            return optimizer.stateless_apply(state[1], [np.ones(2, "float32"), second], state[0])
+            gradients = [np.ones(2, "float32"), second, None]
+            return optimizer.stateless_apply(state[1], gradients, state[0])
 
         if compiled:
             step = jax.jit(step, static_argnums=1)
@@ -122,3 +123,22 @@ def test_a_gradient_that_only_another_jitted_step_has_is_not_lost():
         return [np.array(value) for value in state[0]]
 
     assert_close(run(compiled=True), run(compiled=False))
+
+
+def test_flush_under_jit():
+    variables = [keras.Variable(np.zeros(2, "float32")) for _ in range(2)]
+    optimizer = accumulating(keras.optimizers.SGD(1.0))
+    optimizer.build(variables)
+    for gradient in (1.0, 3.0):
+        optimizer.apply([np.full(2, gradient, "float32")] * 2, variables)
+
+    @jax.jit
+    def flush(trainable, state):
+        mapping = [*zip(variables, trainable, strict=True)]
+        mapping += zip(optimizer.variables, state, strict=True)
+        with keras.StatelessScope(mapping) as scope:
+            optimizer.flush()
+        return [scope.get_current_value(variable) for variable in variables]
+
+    flushed = flush(values_of(variables), values_of(optimizer.variables))
+    assert flushed[0].tolist() == [-2.0, -2.0]

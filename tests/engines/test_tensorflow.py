@@ -84,6 +84,34 @@ def test_sparse_gradients_sum_repeated_rows(mode, inner, nonfinite):
     assert_close(model.get_weights(), large.get_weights())
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_flush_inside_a_function(jit_compile):
+    variables = [keras.Variable(np.zeros(2, "float32")) for _ in range(2)]
+    optimizer = accumulating(keras.optimizers.SGD(1.0))
+    optimizer.build(variables)
+    flush = tf.function(optimizer.flush, jit_compile=jit_compile)
+    for gradient in (1.0, 3.0):
+        optimizer.apply([tf.fill((2,), gradient)] * 2, variables)
+    flush()
+    flush()  # an empty window stays as it is
+    assert values(variables)[0].tolist() == [-2.0, -2.0]
+    assert (int(optimizer.iterations), int(optimizer.pending)) == (1, 0)
+
+
+def test_a_weight_of_unknown_rank():
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer = accumulating(keras.optimizers.SGD(1.0), 2)
+    optimizer.build([variable])
+
+    @tf.function(input_signature=[tf.TensorSpec(None, "float32")])
+    def step(weight):
+        optimizer.apply([tf.ones(2) * weight], [variable], weight=weight)
+
+    step(1.0)
+    step(3.0)
+    assert values([variable])[0].tolist() == [-2.5, -2.5]
+
+
 def test_a_strategy_is_refused():
     optimizer = accumulating(keras.optimizers.SGD(0.1))
     variable = keras.Variable(np.zeros(2, "float32"))
@@ -109,13 +137,13 @@ def test_a_gradient_that_only_another_trace_has_is_not_lost(jit_compile):
         return values(variables)
 
     def made(compiled):
-        variables = [keras.Variable(np.ones(2, "float32")) for _ in range(2)]
+        variables = [keras.Variable(np.ones(2, "float32")) for _ in range(3)]
         optimizer = accumulating(keras.optimizers.SGD(0.5, momentum=0.5, weight_decay=0.1), 2)
         optimizer.build(variables)
 
         def step(both):
             second = tf.fill((2,), 3.0) if both else None
-            optimizer.apply([tf.ones(2), second], variables)
+            optimizer.apply([tf.ones(2), second, None], variables)
 
         if compiled:
             step = tf.function(step, jit_compile=jit_compile)

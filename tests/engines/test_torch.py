@@ -1,6 +1,7 @@
 """The torch engine: no waiting for the device, no recompiling."""
 
 import keras
+import numpy as np
 import pytest
 from support import (
     BACKEND,
@@ -14,6 +15,7 @@ from support import (
     gradients_of,
     micro_batches,
     rows,
+    values,
 )
 
 if BACKEND != "torch":
@@ -56,3 +58,14 @@ def test_compiled_steps_do_not_hit_the_recompile_limit():
     assert_close(model.get_weights(), large.get_weights())
     breaks = " ".join(map(str, torch._dynamo.utils.counters["graph_break"]))
     assert "recompile_limit" not in breaks
+
+
+@pytest.mark.parametrize("arguments", [{}, {"nonfinite": "drop"}])
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_sparse_gradients_sum_repeated_rows(arguments, weight):
+    variable = keras.Variable(np.zeros((4, 2), "float32"))
+    optimizer = accumulating(keras.optimizers.SGD(1.0), 2, **arguments)
+    sparse = torch.sparse_coo_tensor([[1, 1, 3]], [[1.0, 1.0]] * 3, (4, 2), check_invariants=True)
+    for _ in range(2):
+        optimizer.apply([sparse], [variable], weight=weight)
+    assert values([variable])[0][:, 0].tolist() == [0, -2, 0, -1]
