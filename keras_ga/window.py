@@ -137,7 +137,9 @@ def window_gradient(
     elif reduction == "mean":
         # In 16 bits a sum of weights would overflow or lose its last digits.
         total = ops.cast(total, wide_dtype(total.dtype))
-        value = ops.divide(total, ops.cast(weight_sum, total.dtype))
+        # A product and not a quotient: XLA computes a division once and keeps it, a copy of the
+        # weights, but repeats a cheap product wherever it is used.
+        value = ops.multiply(total, ops.divide(1.0, ops.cast(weight_sum, total.dtype)))
     else:
         value = total
     return ops.cast(value, variable.dtype)

@@ -1,0 +1,139 @@
+"""The benchmarks run, on tiny sizes, and write what they promise; no test looks at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+for package in ("matplotlib", "optax", "rich"):
+    if find_spec(package) is None:
+        pytest.skip(f"the benchmarks need {package}", allow_module_level=True)
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CIRCUMSTANCES = {"benchmark", "machine", "versions", "date"}
+
+
+def needs(backend):
+    if find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+
+
+def run(script, *arguments, output, returncode=0):
+    """Runs a benchmark without a GPU, and returns the finished process."""
+    process = subprocess.run(
+        [sys.executable, BENCHMARKS / script, *arguments, "--output", output],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == returncode, process.stdout + process.stderr
+    return process
+
+
+def read(path):
+    figures = json.loads(path.read_text())
+    assert set(figures) >= CIRCUMSTANCES
+    assert figures["versions"]["keras"]
+    assert figures["machine"]["processor"]
+    return figures
+
+
+def assert_picture(path):
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "name"),
+    [
+        ("jax", [], "micro_step_jax_adam"),
+        ("jax", ["--optimizer", "muon"], "micro_step_jax_muon"),
+        ("tensorflow", [], "micro_step_tensorflow_adam"),
+        ("tensorflow", ["--jit"], "micro_step_tensorflow_jit_adam"),
+        ("torch", [], "micro_step_torch_adam"),
+    ],
+)
+def test_micro_step(backend, options, name, tmp_path):
+    needs(backend)
+    sizes = ["--parameters", "1k", "--accumulation-steps", "2,3", "--batch-size", "2"]
+    turns = ["--rounds", "2", "--steps-per-round", "4"]
+    process = run("micro_step.py", "--backend", backend, *options, *sizes, *turns, output=tmp_path)
+    figures = read(tmp_path / f"{name}.json")
+    assert_picture(tmp_path / f"{name}.png")
+    sides = {"floor", "bare", "Keras option", "keras_ga"}
+    if backend == "jax":
+        sides.add("optax.MultiSteps")
+    assert [row["accumulation_steps"] for row in figures["rows"]] == [2, 3]
+    for row in figures["rows"]:
+        assert set(row["sides"]) == sides
+        assert set(row["times_keras_ga"]) == sides - {"floor", "keras_ga"}
+        for side in row["sides"].values():
+            assert len(side["milliseconds_by_round"]) == 2
+            assert side["milliseconds"] > 0
+            assert (side["memory_mib"] is not None) == (backend == "jax")
+    assert len(figures["memory_checks"]) == (2 if backend == "jax" else 0)
+    assert all(side in process.stdout for side in sides)
+
+
+def test_micro_step_plans_the_same_memory_at_any_accumulation_steps(tmp_path):
+    needs("jax")
+    sizes = ["--parameters", "1M", "--accumulation-steps", "2", "--rounds", "1"]
+    run("micro_step.py", *sizes, "--steps-per-round", "2", output=tmp_path)
+    checks = read(tmp_path / "micro_step_jax_adam.json")["memory_checks"]
+    assert [check["holds"] for check in checks if "N = 64" in check["check"]] == [True]
+
+
+def test_memory_plan(tmp_path):
+    needs("jax")
+    model = ["--layers", "1", "--width", "16", "--heads", "2", "--vocabulary", "50"]
+    rows = ["--sequence", "32", "--batch-size", "4", "--micro-batches", "4,1"]
+    run("memory_plan.py", *model, *rows, output=tmp_path)
+    figures = read(tmp_path / "memory_plan.json")
+    assert_picture(tmp_path / "memory_plan.png")
+    assert [row["accumulation_steps"] for row in figures["rows"]] == [1, 4]
+    whole, split = (row["sides"]["keras_ga"] for row in figures["rows"])
+    assert split["temporaries"] < whole["temporaries"]
+    # Weights, two slots, an accumulator: four float32 numbers each, and counters.
+    assert split["arguments"] == pytest.approx(16 * split["parameters"] / 2**20, rel=0.01)
+
+
+def test_memory_plan_refuses_micro_batches_that_do_not_divide(tmp_path):
+    options = ["--batch-size", "64", "--micro-batches", "48"]
+    process = run("memory_plan.py", *options, output=tmp_path, returncode=2)
+    assert "must divide --batch-size 64" in process.stderr
+
+
+def test_import_time(tmp_path):
+    needs("jax")
+    run("import_time.py", "--rounds", "1", output=tmp_path)
+    figures = read(tmp_path / "import_time_jax.json")
+    assert set(figures["milliseconds"]) == {"keras", "keras and keras_ga", "added by keras_ga"}
+
+
+def test_gpu_check_without_a_gpu(tmp_path):
+    needs("jax")
+    process = run("gpu_check.py", "--backends", "jax", output=tmp_path, returncode=2)
+    assert "needs an NVIDIA GPU" in process.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpu_check_dry_run(tmp_path):
+    needs("jax")
+    dry = ["--device", "cpu", "--small", "--backends", "jax", "--minutes", "9"]
+    run("gpu_check.py", *dry, "--batch-size", "2", "--micro-batches", "1", output=tmp_path)
+    figures = read(tmp_path / "gpu_check.json")
+    checks = figures["equivalence"]["jax"]["checks"]
+    assert all(check["value"] <= check["limit"] for check in checks)
+    assert len(checks) == 5
+    assert figures["micro_step"]["jax"]["rows"]
+    assert {peak["of"] for peak in figures["memory"]["jax"].values()} == {"process, resident"}
+
+
+def test_gpu_check_reports_what_the_time_does_not_suffice_for(tmp_path):
+    dry = ["--device", "cpu", "--small", "--backends", "jax", "--minutes", "0.01"]
+    process = run("gpu_check.py", *dry, output=tmp_path, returncode=1)
+    assert "not run, the time is over" in process.stdout
