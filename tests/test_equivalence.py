@@ -12,6 +12,7 @@ from support import (
     assert_equal,
     dense_model,
     fitted,
+    micro_batches,
     rows,
     values,
 )
@@ -120,20 +121,66 @@ def averages(optimizer):
     ]
 
 
-def both_sides(name, feature):
+class Network:
+    """Two dense layers with their gradients by hand, so that hundreds of trainings cost seconds.
+
+    What is compared is the optimizers; that they do the same in `fit` and in compiled steps is
+    tested below and in `test_fit.py`.
+    """
+
+    def __init__(self, kernel_constraint=None, kernel_regularizer=None):
+        rng = np.random.default_rng(0)
+        self.variables = []
+        for layer, shape in enumerate([(5, 7), (7,), (7, 3), (3,)]):
+            is_kernel = len(shape) == 2
+            with keras.name_scope(f"layer_{layer}"):
+                variable = keras.Variable(
+                    rng.normal(0, 0.5, shape),
+                    dtype=keras.config.floatx(),
+                    name="kernel" if is_kernel else "bias",
+                )
+            variable.constraint = kernel_constraint if is_kernel else None
+            self.variables.append(variable)
+        self.decay = 0.0 if kernel_regularizer is None else float(kernel_regularizer.l2)
+
+    def gradients(self, x, y):
+        kernel_1, bias_1, kernel_2, bias_2 = values(self.variables)
+        hidden = np.tanh(x @ kernel_1 + bias_1)
+        of_output = 2 * (hidden @ kernel_2 + bias_2 - y) / y.size
+        of_hidden = of_output @ kernel_2.T * (1 - hidden**2)
+        found = [
+            x.T @ of_hidden + 2 * self.decay * kernel_1,
+            of_hidden.sum(axis=0),
+            hidden.T @ of_output + 2 * self.decay * kernel_2,
+            of_output.sum(axis=0),
+        ]
+        return [keras.ops.convert_to_tensor(g, dtype=keras.config.floatx()) for g in found]
+
+
+def trained(optimizer, batch_size, layer_arguments, epochs=3):
+    """The variables after three epochs over the rows in order."""
+    network = Network(**layer_arguments)
+    for _ in range(epochs):
+        for part in micro_batches(*rows(), batch_size):
+            optimizer.apply(network.gradients(*part), network.variables)
+    return values(network.variables)
+
+
+def both_sides(name, feature, train=trained):
     """(weights and averages of the bare optimizer, of the wrapped one)."""
     results = []
     for wrap, batch_size in ((lambda o: o, LARGE_BATCH), (accumulating, MICRO_BATCH)):
         arguments, layer_arguments = FEATURES[feature]()
         inner = optimizer_of(name, arguments)
-        model, _ = fitted(
-            wrap(inner),
-            batch_size,
-            make_model=lambda layer_arguments=layer_arguments: dense_model(**layer_arguments),
-        )
+        weights = train(wrap(inner), batch_size, layer_arguments)
         assert int(inner.iterations) == 9
-        results.append(model.get_weights() + averages(inner))
+        results.append(weights + averages(inner))
     return results
+
+
+def trained_by_fit(optimizer, batch_size, layer_arguments):
+    model, _ = fitted(optimizer, batch_size, make_model=lambda: dense_model(**layer_arguments))
+    return model.get_weights()
 
 
 # Ftrl keeps its own idea of the weights, which a projection contradicts; that magnifies rounding.
@@ -145,6 +192,19 @@ TOLERANCES = {("Ftrl", "constraint"): 1e-5}
 def test_equals_the_large_batch(name, feature):
     large, accumulated = both_sides(name, feature)
     assert_close(accumulated, large, TOLERANCES.get((name, feature), 1e-6))
+
+
+# In a compiled step: every optimizer once, and every option with the two that differ most.
+COMPILED = [(name, "plain") for name in OPTIMIZERS]
+COMPILED += [
+    (name, feature) for name in ("SGD", "Adam") for feature in FEATURES if feature != "plain"
+]
+
+
+@pytest.mark.parametrize(("name", "feature"), COMPILED)
+def test_equals_the_large_batch_in_fit(name, feature):
+    large, accumulated = both_sides(name, feature, trained_by_fit)
+    assert_close(accumulated, large)
 
 
 @pytest.mark.usefixtures("float64")
@@ -218,10 +278,17 @@ def test_the_loss_is_the_large_batch_loss():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_accumulation_step_is_the_bare_optimizer_bit_for_bit(name):
-    bare, history = fitted(optimizer_of(name, {}), MICRO_BATCH, epochs=1)
-    inner = optimizer_of(name, {})
-    wrapped, wrapped_history = fitted(accumulating(inner, 1), MICRO_BATCH, epochs=1)
+    bare, inner = optimizer_of(name, {}), optimizer_of(name, {})
+    wrapped = accumulating(inner, 1)
+    assert_equal(
+        trained(wrapped, MICRO_BATCH, {}, epochs=1), trained(bare, MICRO_BATCH, {}, epochs=1)
+    )
+    assert_equal(values(inner.variables), values(bare.variables))
+    assert not any("accumulator" in variable.path for variable in wrapped._variables)
+
+
+def test_one_accumulation_step_in_fit_is_the_bare_optimizer_bit_for_bit():
+    bare, history = fitted(OPTIMIZERS["Adam"](), MICRO_BATCH, epochs=1)
+    wrapped, wrapped_history = fitted(accumulating(OPTIMIZERS["Adam"](), 1), MICRO_BATCH, epochs=1)
     assert_equal(wrapped.get_weights(), bare.get_weights())
-    assert_equal(values(inner.variables), values(bare.optimizer.variables))
     assert wrapped_history == history
-    assert not any("accumulator" in v.path for v in wrapped.optimizer._variables)

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 
 import keras_ga
 
 for needed in ("tensorflow_datasets", "sklearn", "matplotlib", "rich"):
     pytest.importorskip(needed)
+if keras.config.backend() != "tensorflow":
+    pytest.skip("the README runs it on TensorFlow", allow_module_level=True)
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
