@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import keras
+import numpy as np
 
 from keras_ga import engines
 from keras_ga.arguments import (
@@ -587,7 +588,12 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
     def save_own_variables(self, store: Any) -> None:
         """Writes this optimizer's state; Keras visits the inner optimizer on its own."""
         for key, variable in self._saved_variables().items():
-            store[key] = keras.ops.convert_to_numpy(variable)
+            value = keras.ops.convert_to_numpy(variable)
+            if key.startswith("accumulator_") and int(self.pending) == 0:
+                # It may still hold the last window, which counts as nothing (on JAX).
+                index = int(key.removeprefix("accumulator_"))
+                value = np.full_like(value, empty_total(self._window.variables[index]))
+            store[key] = value
 
     def load_own_variables(self, store: Any) -> None:
         """Reads what `save_own_variables` wrote, or the state of the bare inner optimizer.

@@ -61,6 +61,13 @@ def values(variables):
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
 
 
+def held(optimizer):
+    """What a wrapper's window holds, as a checkpoint would have it."""
+    store = {}
+    optimizer.save_own_variables(store)
+    return [value for key, value in store.items() if key.startswith("accumulator_")]
+
+
 def assert_equal(actual, expected):
     """Bit for bit: for what must not have changed."""
     for a, e in zip(actual, expected, strict=True):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support import BACKEND, accumulating, values
+from support import BACKEND, accumulating, held, values
 from twin import Twin
 
 from keras_ga.window import accumulator_dtype, admit, weighted
@@ -176,6 +176,8 @@ def test_the_window_after_a_nan_is_clean():
     for gradients_ in (good, bad):
         optimizer.apply(gradients_, variables)
     assert all(np.isnan(value).all() for value in values(variables))
+    assert not any(np.isnan(total).any() for total in held(optimizer))
+    optimizer.apply(good, variables)
     assert not any(np.isnan(total).any() for total in values(optimizer._window.accumulators))
 
 
