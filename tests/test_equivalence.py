@@ -208,7 +208,7 @@ def test_equals_the_large_batch_in_fit(name, feature):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("feature", ["global_clipnorm", "constraint"])
+@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_the_large_batch_in_float64(name, feature):
     large, accumulated = both_sides(name, feature)

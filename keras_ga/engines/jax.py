@@ -89,7 +89,7 @@ class JaxEngine:
         Whatever they hold while nothing is pending is the last window's, and counts as nothing:
         emptying them here costs a select in the addition. Emptied where the window closes, they
         would have to be in the loop's carry, and XLA keeps copies of what a trip both reads and
-        overwrites: 14 MiB and a tenth of the step's time for Adam on 16.8 M parameters.
+        overwrites: 14 MiB and a fifth of the step's time for Adam on 16.8 M parameters.
         """
         window = self._window
         totals = []
