@@ -53,14 +53,14 @@ class JaxEngine:
         has_gradient = window.has_gradient.value | present
         window.has_gradient.assign(has_gradient)
         totals = self._added(gradients, admission, opens=window.pending.value == 0)
-        for accumulator, total in zip(window.accumulators, totals, strict=True):
-            accumulator.assign(total)
         pending = window.pending.value + 1
         counts_for = 1 if admission.weight is None else admission.weight
         weight_sum = window.weight_sum.value + counts_for
         closes = pending >= jnp.asarray(window.steps())
         updates = closes & (weight_sum != 0)
         self._close(totals, weight_sum, updates, gradients)
+        for accumulator, total in zip(window.accumulators, totals, strict=True):
+            accumulator.assign(total)
         window.pending.assign(jnp.where(closes, 0, pending))
         window.weight_sum.assign(jnp.where(closes, 0, weight_sum))
         window.has_updated.assign(updates)
