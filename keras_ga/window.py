@@ -5,7 +5,7 @@ For micro-gradients `g_1..g_n` with weights `w_1..w_n`, a window holds
     A = sum(w_i * g_i)        W = sum(w_i)        n = how many there were
 
 and closes when `n` reaches the accumulation steps `N`. The inner optimizer then sees `A / W`
-(`reduction="mean"`) or `A` (`reduction="sum"`), once, and A, W and n are zero again. Everything
+(`reduction="mean"`) or `A` (`reduction="sum"`), once, and a window of nothing opens. Everything
 here is written on values with `keras.ops`; where the values live, and how a window is closed
 inside a compiled step, is the engines' part.
 """
@@ -37,7 +37,11 @@ class Window:
     variables: list[keras.Variable]
     """The trainable variables, in the order of `build`."""
     accumulators: list[keras.Variable]
-    """A, one for each of `variables`; empty for N = 1, which needs none."""
+    """A, one for each of `variables`; empty for N = 1, which needs none.
+
+    While nothing is pending A counts as nothing, whatever it holds: the JAX engine empties it at
+    the next addition, the others when the window closes.
+    """
     micro_steps: keras.Variable
     """Micro-steps in all, since the optimizer was made."""
     pending: keras.Variable
