@@ -159,6 +159,23 @@ def checked_optimizer(optimizer: Any, wrapper: type) -> keras.optimizers.Optimiz
     return inner
 
 
+def checked_model(model: Any, schedule: Any) -> keras.Model:
+    """A Keras model, to adjust by an N that is not decided within the compiled step."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`model` must be a `keras.Model`, because its BatchNormalization layers are adjusted. "
+            f"Pass the model that you compile. {_received('model', model)}"
+        )
+    if schedule is not None:
+        raise ValueError(
+            "`model` must be left out with a schedule of `accumulation_steps`, because a layer's "
+            "momentum can't change within a compiled step. Use `AccumulationStepsScheduler`, or "
+            "`keras_ga.batch_norm.recalibrate` after training. Received: a schedule and "
+            f"model={model.name!r}"
+        )
+    return model
+
+
 def refuse_arguments(kwargs: dict[str, Any]) -> None:
     """Refuses what is left over, by name and with what to write instead."""
     for name, value in kwargs.items():
@@ -176,7 +193,7 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
         raise TypeError(
             f"`{name}` must be left out, because `GradientAccumulationOptimizer` has no such "
             "argument. It takes optimizer, accumulation_steps, reduction, accumulator_dtype, "
-            f"nonfinite and name. {_received(name, value)}"
+            f"nonfinite, model and name. {_received(name, value)}"
         )
 
 

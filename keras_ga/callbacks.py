@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_ga import batch_norm
 from keras_ga.arguments import checked_epoch, checked_steps
 from keras_ga.optimizer import GradientAccumulationOptimizer
 
@@ -27,6 +28,12 @@ class _WindowCallback(keras.callbacks.Callback):
                 f"model.optimizer={type(self.model.optimizer).__name__}"
             )
         return optimizer
+
+    def flush(self) -> None:
+        """Flushes the optimizer's window and those of pooling layers."""
+        self.optimizer.flush()
+        for layer in batch_norm.pooled_layers(self.model):
+            layer.flush()
 
 
 class FlushPartialWindow(_WindowCallback):
@@ -70,11 +77,11 @@ class FlushPartialWindow(_WindowCallback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Flushes before the epoch's validation; an evaluation outside `fit` is left alone."""
         if self._in_epoch:
-            self.optimizer.flush()
+            self.flush()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Flushes where there was no validation."""
-        self.optimizer.flush()
+        self.flush()
         self._in_epoch = False
 
 
@@ -132,7 +139,10 @@ class AccumulationStepsScheduler(_WindowCallback):
         """Sets what holds in this epoch."""
         begun = [first for first in self.steps_by_epoch if first <= epoch]
         if begun:
-            self.optimizer.accumulation_steps = self.steps_by_epoch[max(begun)]
+            steps = self.steps_by_epoch[max(begun)]
+            self.optimizer.accumulation_steps = steps
+            for layer in batch_norm.pooled_layers(self.model):
+                layer.accumulation_steps = steps
 
 
 class UpdateCounter(_WindowCallback):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import keras
 import numpy as np
 
-from keras_ga import engines
+from keras_ga import batch_norm, engines
 from keras_ga.arguments import (
     check_length,
     checked_choice,
     checked_dtype,
+    checked_model,
     checked_optimizer,
     checked_schedule_value,
     checked_steps,
@@ -82,6 +84,11 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         nonfinite: `"propagate"` (default): a NaN or inf reaches the update, as it would from the
             large batch. `"drop"`: a micro-batch with a non-finite gradient is left out of its
             window, though it still counts towards N, and is counted in `dropped_micro_steps`.
+        model: The model that will be compiled with this optimizer, to have its
+            BatchNormalization layers follow: `keras_ga.batch_norm.adjust_momentum` is called on
+            it now and whenever N is set, pooling layers are flushed and reset with the window.
+            It is not kept alive, nor saved. Not with a schedule of N. Default: layers are left
+            as they are.
         name: Name of the optimizer; a default is made.
 
     Raises:
@@ -119,6 +126,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         reduction: str = "mean",
         accumulator_dtype: str | None = None,
         nonfinite: str = "propagate",
+        model: keras.Model | None = None,
         name: str | None = None,
         **kwargs: Any,
     ):
@@ -137,6 +145,10 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         self._steps: Any = self._constructed_steps
         self._window: Any = None  # a `Window`, made in `build`, like its engine
         self._engine: Any = None
+        # A model tracks its optimizer: a reference the other way would make a circle.
+        self._model = None if model is None else weakref.ref(checked_model(model, self._schedule))
+        self._lag_is_known = False
+        self._let_batch_norm_follow()
 
     @classmethod
     def for_batch_size(
@@ -232,6 +244,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         else:
             self._window.accumulation_steps.assign(steps)
         self._steps = steps
+        self._let_batch_norm_follow()
 
     @property
     def follows_a_schedule(self) -> bool:
@@ -316,6 +329,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
                 "Use fewer accumulation steps, more data, or `FlushPartialWindow`.",
                 stacklevel=2,
             )
+        self._warn_of_lag()
         inner = self.inner_optimizer
         inner.finalize_variable_values(var_list)
         if any(part.use_ema for part in getattr(inner, "optimizers", [inner])):
@@ -342,6 +356,10 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             return
         variables = list(variables)
         self._in_order_of(variables, variables)  # refuses a variable that is given twice
+        if self._model is not None:
+            self._let_batch_norm_follow()  # layers that the model has made only now, too
+        elif self._constructed_steps != 1:
+            batch_norm.advise(variables)
         inner = self.inner_optimizer
         if not inner.built:
             inner.build(variables)
@@ -530,9 +548,13 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         """
         if self._engine is not None:
             self._engine.close()
+        for layer in self._pooling_layers():
+            layer.flush()
 
     def reset_window(self) -> None:
         """Throws away what the open window holds; weights and inner optimizer stay as they are."""
+        for layer in self._pooling_layers():
+            layer.reset_window()
         if self._window is None:
             return
         window = self._window
@@ -540,6 +562,40 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             accumulator.assign(keras.ops.full(variable.shape, empty_total(variable)))
         window.pending.assign(0)
         window.weight_sum.assign(0.0)
+
+    # BatchNormalization.
+
+    def _adjusted_model(self) -> keras.Model | None:
+        return None if self._model is None else self._model()
+
+    def _pooling_layers(self) -> list[Any]:
+        model = self._adjusted_model()
+        return [] if model is None else batch_norm.pooled_layers(model)
+
+    def _let_batch_norm_follow(self) -> None:
+        model = self._adjusted_model()
+        if model is None:
+            return
+        batch_norm.adjust_momentum(model, self._steps)
+        for layer in batch_norm.pooled_layers(model):
+            layer.accumulation_steps = self._steps
+
+    def _warn_of_lag(self) -> None:
+        """Says so, once, if a training was too short for the adjusted momenta."""
+        model, updates = self._adjusted_model(), int(self.iterations)
+        if model is None or self._lag_is_known or updates == 0:
+            return
+        left = batch_norm.lag_after(model, updates, self.accumulation_steps)
+        if left > batch_norm.LAG:
+            self._lag_is_known = True
+            warnings.warn(
+                f"After {updates} updates the running statistics of BatchNormalization still hold "
+                f"{left:.0%} of what they were before the training, as the large batch's do. "
+                "`keras_ga.batch_norm.recalibrate(model, data)` takes them from the data.",
+                stacklevel=3,
+            )
+
+    # Pairing.
 
     def _paired(
         self, grads: list[Tensor | None], variables: list[keras.Variable] | None
