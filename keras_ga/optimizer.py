@@ -66,7 +66,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
     optimizer on the batch N times as large, to float rounding.
 
     Not for: `BatchNormalization`, whose forward pass normalises by the micro-batch it sees
-    (`GroupNormalization` and `LayerNormalization` are exact), and losses that are no mean over
+    (`keras_ga.batch_norm` has what can be done; `GroupNormalization` and `LayerNormalization` are
+    exact), and losses that are no mean over
     rows (contrastive ones, Dice over a batch), whose large batch is no sum of small ones.
 
     Args:
