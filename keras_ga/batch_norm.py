@@ -18,6 +18,7 @@ import keras
 
 from keras_ga import layers
 from keras_ga.arguments import checked_steps
+from keras_ga.window import number
 
 __all__ = [
     "adjust_momentum",
@@ -394,7 +395,7 @@ def _pending(model: keras.Model) -> int:
     optimizer = getattr(model, "optimizer", None)
     while optimizer is not None and not hasattr(optimizer, "pending"):
         optimizer = getattr(optimizer, "inner_optimizer", None)
-    return 0 if optimizer is None else int(optimizer.pending)
+    return 0 if optimizer is None else number(optimizer.pending)
 
 
 # Recalibration.
@@ -468,7 +469,7 @@ def recalibrate(
         finally:
             if hasattr(forward, "jax_state_sync"):
                 forward.jax_state_sync()  # a step that failed has not given the values back
-        empty = [_name(layer) for layer in found if int(layer.window_count) == 0]
+        empty = [_name(layer) for layer in found if number(layer.window_count) == 0]
         if empty:
             raise ValueError(
                 "`data` must have valid, finite entries, because statistics are taken from them. "

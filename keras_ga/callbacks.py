@@ -9,6 +9,7 @@ import keras
 from keras_ga import batch_norm
 from keras_ga.arguments import checked_epoch, checked_steps
 from keras_ga.optimizer import GradientAccumulationOptimizer
+from keras_ga.window import number
 
 
 class _WindowCallback(keras.callbacks.Callback):
@@ -177,7 +178,7 @@ class UpdateCounter(_WindowCallback):
         if logs is None:
             return
         optimizer = self.optimizer
-        logs["updates"] = int(optimizer.iterations)
+        logs["updates"] = number(optimizer.iterations)
         self._steps_seen.add(optimizer.accumulation_steps)
         if optimizer.follows_a_schedule or len(self._steps_seen) > 1:
             logs["accumulation_steps"] = optimizer.accumulation_steps

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_ga.arguments import checked_steps
-from keras_ga.window import Tensor, wide_dtype
+from keras_ga.window import Tensor, number, wide_dtype
 
 
 @keras.saving.register_keras_serializable(package="keras_ga")
@@ -249,7 +249,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def save_own_variables(self, store: Any) -> None:
         """Writes what Keras's layer does, and the window where one is open."""
         variables = {str(i): variable for i, variable in enumerate(self._stock_variables())}
-        if self.built and int(self.window_step) > 0:
+        if self.built and number(self.window_step) > 0:
             variables |= {variable.name: variable for variable in self._window_variables()}
         for key, variable in variables.items():
             store[key] = keras.ops.convert_to_numpy(variable)

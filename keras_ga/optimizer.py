@@ -31,6 +31,7 @@ from keras_ga.window import (
     Window,
     accumulator_dtype,
     empty_total,
+    number,
 )
 
 
@@ -215,11 +216,11 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
                 constructed with 1 and built without accumulators.
         """
         if self._schedule is not None:
-            return int(checked_schedule_value(self._schedule(int(self.iterations))))
+            return int(checked_schedule_value(self._schedule(number(self.iterations))))
         if self._window is None:
             return self._steps
         try:
-            return int(self._window.accumulation_steps)
+            return number(self._window.accumulation_steps)
         except (TypeError, NotImplementedError):  # in a graph, or while JAX's `fit` holds it
             return self._steps
 
@@ -323,9 +324,10 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         """Lets the inner optimizer set the final weights (EMA), as `fit` does at its end."""
         if not _has_value(self.iterations):
             return  # a step has failed on JAX, and its error is what must be seen
-        if int(self.iterations) == 0 and int(self.pending) > 0:
+        pending = number(self.pending)
+        if number(self.iterations) == 0 and pending > 0:
             warnings.warn(
-                f"Training ended before its first update: it had {int(self.pending)} micro-batches "
+                f"Training ended before its first update: it had {pending} micro-batches "
                 f"and accumulation_steps={self.accumulation_steps}. No weight has changed. "
                 "Use fewer accumulation steps, more data, or `FlushPartialWindow`.",
                 stacklevel=2,
@@ -378,17 +380,32 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         def scalar(name: str, dtype: str = "int") -> keras.Variable:
             return self.add_variable((), "zeros", dtype, "only_first_replica", name=name)
 
+        def per_replica(name: str, dtype: str, aggregation: str, **arguments: Any) -> Any:
+            with keras.name_scope(self.name):
+                variable = keras.Variable(
+                    **{"initializer": "zeros", "shape": (), **arguments},
+                    dtype=dtype,
+                    trainable=False,
+                    aggregation=aggregation,
+                    synchronization="on_read",
+                    name=name,
+                )
+            # Private (Keras 3.15): `add_variable` can't say when replicas synchronise.
+            self._track_variable(variable)
+            return variable
+
         accumulators = []
         if self._constructed_steps != 1:
             names = _unique_names(variables)
             for variable, name in zip(variables, names, strict=True):
                 accumulators.append(
-                    self.add_variable(
-                        variable.shape,
-                        keras.initializers.Constant(empty_total(variable)),
+                    per_replica(
+                        f"{name}_accumulator",
                         accumulator_dtype(variable, self.accumulator_dtype),
+                        "sum",
+                        initializer=keras.initializers.Constant(empty_total(variable)),
+                        shape=variable.shape,
                         layout=getattr(variable, "_layout", None),
-                        name=f"{name}_accumulator",
                     )
                 )
         # In float64 the divisor must be as exact as what it divides.
@@ -405,10 +422,10 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             accumulators=accumulators,
             micro_steps=self.micro_steps,
             pending=scalar("pending"),
-            weight_sum=scalar("weight_sum", "float64" if wide else "float32"),
+            weight_sum=per_replica("weight_sum", "float64" if wide else "float32", "mean"),
             has_updated=scalar("has_updated", "bool"),
             has_gradient=self.add_variable((len(variables),), "zeros", "bool", name="has_gradient"),
-            dropped_micro_steps=scalar("dropped_micro_steps"),
+            dropped_micro_steps=per_replica("dropped_micro_steps", "int", "sum"),
             skipped_updates=scalar("skipped_updates"),
             iterations=self.iterations,
             accumulation_steps=steps,
@@ -583,7 +600,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
     def _warn_of_lag(self) -> None:
         """Says so, once, if a training was too short for the adjusted momenta."""
-        model, updates = self._adjusted_model(), int(self.iterations)
+        model, updates = self._adjusted_model(), number(self.iterations)
         if model is None or self._lag_is_known or updates == 0:
             return
         left = batch_norm.lag_after(model, updates, self.accumulation_steps)
@@ -646,7 +663,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         """Writes this optimizer's state; Keras visits the inner optimizer on its own."""
         for key, variable in self._saved_variables().items():
             value = keras.ops.convert_to_numpy(variable)
-            if key.startswith("accumulator_") and int(self.pending) == 0:
+            if key.startswith("accumulator_") and number(self.pending) == 0:
                 # It may still hold the last window, which counts as nothing (on JAX).
                 index = int(key.removeprefix("accumulator_"))
                 value = np.full_like(value, empty_total(self._window.variables[index]))

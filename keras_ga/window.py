@@ -149,6 +149,11 @@ def window_gradient(
     return ops.cast(value, variable.dtype)
 
 
+def number(variable: Any) -> int:
+    """The value of a counter, also of one that replicas have copies of (`int` refuses those)."""
+    return int(keras.ops.convert_to_numpy(variable))
+
+
 def empty_total(variable: keras.Variable) -> float:
     """What the accumulator of `variable` holds when a window opens."""
     return float("-inf") if overwrites(variable) else 0.0

@@ -25,6 +25,19 @@ class Engine(Protocol):
         """Makes the update with what the open window holds; an empty window stays as it is."""
 
 
+# The start of the warning that replicas may disagree about an overflow.
+DISAGREES = "Under `mixed_float16` replicas must agree"
+
+
+def on_all_replicas(flag: Tensor) -> Tensor:
+    """Whether a flag holds on all replicas of a TensorFlow strategy; elsewhere the flag itself."""
+    if keras.backend.backend() != "tensorflow":
+        return flag
+    from keras_ga.engines.tensorflow import on_all_replicas
+
+    return on_all_replicas(flag)
+
+
 def create(window: Window, inner_optimizer: Any) -> Engine:
     """The engine of the current Keras backend.
 
@@ -37,9 +50,9 @@ def create(window: Window, inner_optimizer: Any) -> Engine:
     """
     backend = keras.backend.backend()
     if backend == "tensorflow":
-        from keras_ga.engines.tensorflow import TensorFlowEngine
+        from keras_ga.engines.tensorflow import engine_for
 
-        return TensorFlowEngine(window, inner_optimizer)
+        return engine_for(window, inner_optimizer)
     if backend == "jax":
         from keras_ga.engines.jax import JaxEngine
 

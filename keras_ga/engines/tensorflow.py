@@ -21,6 +21,24 @@ from keras_ga.window import (
 )
 
 
+def engine_for(window: Window, inner_optimizer: Any) -> Any:
+    """The engine for one device, or for the strategy whose scope this is."""
+    if not tf.distribute.has_strategy():
+        return TensorFlowEngine(window, inner_optimizer)
+    from keras_ga.engines.distribute import StrategyEngine
+
+    return StrategyEngine(window, inner_optimizer, tf.distribute.get_strategy())
+
+
+def on_all_replicas(flag: Tensor) -> Tensor:
+    """Whether a flag holds on all replicas: a reduction of one number."""
+    if not tf.distribute.has_strategy():
+        return flag
+    replica = tf.distribute.get_replica_context()
+    against = tf.cast(tf.logical_not(flag), "float32")
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, against) == 0
+
+
 class TensorFlowEngine:
     """Accumulates into `tf.Variable`s in place; runs in graph, XLA and eager mode."""
 
@@ -30,7 +48,7 @@ class TensorFlowEngine:
 
     def micro_step(self, gradients: list[Tensor | None], weight: Tensor | float | None) -> None:
         """Takes one micro-batch in, and makes the update if that completes the window."""
-        _refuse_strategies()
+        self._refuse_strategies()
         window = self._window
         if weight is not None:
             weight = tf.reshape(weight, ())  # the rank need not be known while tracing
@@ -41,13 +59,13 @@ class TensorFlowEngine:
             admission = admit(values, weight, window)
             window.micro_steps.assign_add(1)
             if admission.dropped is not None:
-                _count(window.dropped_micro_steps, admission.dropped)
+                count(window.dropped_micro_steps, admission.dropped)
             if not window.accumulators:
                 self._update_at_once(gradients, admission)
                 return
             present = [gradient is not None for gradient in gradients]
             window.has_gradient.assign(tf.logical_or(window.has_gradient.value, present))
-            self._add(gradients, admission)
+            add(window, gradients, admission)
             window.pending.assign_add(1)
             window.weight_sum.assign_add(1 if admission.weight is None else admission.weight)
             pending = tf.identity(window.pending.value)
@@ -57,42 +75,26 @@ class TensorFlowEngine:
                 updates = closes  # this micro-batch alone makes W > 0
             else:
                 updates = closes & (weight_sum != 0)
-                _count(window.skipped_updates, closes & ~updates)
-            _when(updates, lambda: self._update(weight_sum, present))
+                count(window.skipped_updates, closes & ~updates)
+            when(updates, lambda: self._update(weight_sum, present))
             window.has_updated.assign(updates)
             window.pending.assign(tf.where(closes, tf.zeros_like(pending), pending))
             window.weight_sum.assign(tf.where(closes, tf.zeros_like(weight_sum), weight_sum))
 
     def close(self) -> None:
         """Makes the update with what the open window holds; an empty window stays as it is."""
-        _refuse_strategies()
+        self._refuse_strategies()
         window = self._window
         if not window.accumulators:
             return
         weight_sum = window.weight_sum.value
         closes = window.pending.value > 0
         updates = closes & (weight_sum != 0)
-        _when(updates, lambda: self._update(weight_sum, [False] * len(window.variables)))
-        _count(window.skipped_updates, closes & ~updates)
+        when(updates, lambda: self._update(weight_sum, [False] * len(window.variables)))
+        count(window.skipped_updates, closes & ~updates)
         window.has_updated.assign(tf.where(closes, updates, window.has_updated.value))
         window.pending.assign(0)
         window.weight_sum.assign(tf.zeros_like(weight_sum))
-
-    def _add(self, gradients: list[Tensor | None], admission: Admission) -> None:
-        window = self._window
-        for gradient, accumulator, variable in zip(
-            gradients, window.accumulators, window.variables, strict=True
-        ):
-            total, dtype = accumulator.value, accumulator.dtype
-            if gradient is None:
-                continue
-            if overwrites(variable):
-                total.assign(largest(total, gradient, admission, dtype))
-            elif isinstance(gradient, tf.IndexedSlices):
-                rows = weighted(gradient.values, admission, dtype)
-                total.scatter_add(tf.IndexedSlices(rows, gradient.indices))
-            else:
-                total.assign_add(weighted(gradient, admission, dtype))
 
     def _update(self, weight_sum: Tensor, present: list[bool]) -> None:
         """One update of the inner optimizer with the window's gradient; a fresh window."""
@@ -101,50 +103,25 @@ class TensorFlowEngine:
             window_gradient(accumulator.value, weight_sum, variable, window.reduction)
             for accumulator, variable in zip(window.accumulators, window.variables, strict=True)
         ]
-        self._apply(gradients, present)
+
+        def apply(came: list[bool]) -> None:
+            kept = [g if c else None for g, c in zip(gradients, came, strict=True)]
+            self._inner_optimizer.apply(kept, window.variables)
+
+        apply_what_came(window, present, apply)
         for accumulator, variable in zip(window.accumulators, window.variables, strict=True):
             accumulator.value.assign(
                 tf.fill(accumulator.shape, tf.cast(empty_total(variable), accumulator.dtype))
             )
 
-    def _apply(self, gradients: list[Tensor], present: list[bool]) -> None:
-        """Hands a variable that never had a gradient on as None, as the bare optimizer gets it.
-
-        A trace knows only its own Nones. A variable that is missing here may have had its
-        gradients from another trace (another branch of the model, a resumed checkpoint), so
-        where some are missing the flags decide at run time. An optimizer can't be given a None
-        at run time; a variable without gradients among others that had theirs is given zeros,
-        and then its value back.
-        """
-        window, apply = self._window, self._inner_optimizer.apply
-        if all(present):
-            apply(gradients, window.variables)
-            return
-        if tf.executing_eagerly():
-            had = window.has_gradient.numpy()
-            kept = [g if h else None for g, h in zip(gradients, had, strict=True)]
-            apply(kept, window.variables)
-            return
-
-        def apply_all() -> None:
-            missing = [
-                (variable.value, tf.identity(variable.value), window.has_gradient.value[i])
-                for i, variable in enumerate(window.variables)
-                if not present[i]
-            ]
-            apply(gradients, window.variables)
-            for variable, before, had in missing:
-                variable.assign(tf.where(had, variable, before))
-
-        if not any(present):  # a flush
-            apply_all()
-            return
-        kept = [g if p else None for g, p in zip(gradients, present, strict=True)]
-        tf.cond(
-            tf.reduce_any(window.has_gradient.value & tf.logical_not(present)),
-            apply_all,
-            lambda: apply(kept, window.variables),
-        )
+    def _refuse_strategies(self) -> None:
+        if tf.distribute.has_strategy() and self._window.accumulators:
+            raise ValueError(
+                "The optimizer must be built under the strategy that it is used under, because its "
+                "accumulators are kept per replica. Make model and optimizer within "
+                "strategy.scope(). Received: strategy="
+                f"{type(tf.distribute.get_strategy()).__name__}, built without one"
+            )
 
     def _update_at_once(self, gradients: list[Tensor | None], admission: Admission) -> None:
         """N = 1: the micro-batch is the window, and the inner optimizer gets what came."""
@@ -158,12 +135,67 @@ class TensorFlowEngine:
         if admission.admitted is None:
             self._inner_optimizer.apply(gradients, window.variables)
         else:
-            _when(updates, lambda: self._inner_optimizer.apply(gradients, window.variables))
-            _count(window.skipped_updates, ~updates)
+            when(updates, lambda: self._inner_optimizer.apply(gradients, window.variables))
+            count(window.skipped_updates, ~updates)
         window.has_updated.assign(updates)
 
 
-def _when(predicate: Tensor, body: Callable[[], None]) -> None:
+def add(window: Window, gradients: list[Tensor | None], admission: Admission) -> None:
+    """Adds a micro-batch's gradients to the accumulators, in place."""
+    for gradient, accumulator, variable in zip(
+        gradients, window.accumulators, window.variables, strict=True
+    ):
+        total, dtype = accumulator.value, accumulator.dtype
+        if gradient is None:
+            continue
+        if overwrites(variable):
+            total.assign(largest(total, gradient, admission, dtype))
+        elif isinstance(gradient, tf.IndexedSlices):
+            rows = weighted(gradient.values, admission, dtype)
+            total.scatter_add(tf.IndexedSlices(rows, gradient.indices))
+        else:
+            total.assign_add(weighted(gradient, admission, dtype))
+
+
+def apply_what_came(
+    window: Window, present: list[bool], apply: Callable[[list[bool]], None]
+) -> None:
+    """Hands a variable that never had a gradient on as None, as the bare optimizer gets it.
+
+    A trace knows only its own Nones (`present`). A variable that is missing here may have had its
+    gradients from another trace (another branch of the model, a resumed checkpoint), so where some
+    are missing the flags decide at run time. An optimizer can't be given a None at run time; a
+    variable without gradients among others that had theirs is given zeros, and then its value
+    back. `apply` makes the update with the gradients of the variables that it is told.
+    """
+    if all(present):
+        apply(present)
+        return
+    if tf.executing_eagerly():
+        apply(keras.ops.convert_to_numpy(window.has_gradient).tolist())
+        return
+
+    def apply_all() -> None:
+        missing = [
+            (variable.value, tf.identity(variable.value), window.has_gradient.value[i])
+            for i, variable in enumerate(window.variables)
+            if not present[i]
+        ]
+        apply([True] * len(present))
+        for variable, before, had in missing:
+            variable.assign(tf.where(had, variable, before))
+
+    if not any(present):  # a flush
+        apply_all()
+        return
+    tf.cond(
+        tf.reduce_any(window.has_gradient.value & tf.logical_not(present)),
+        apply_all,
+        lambda: apply(present),
+    )
+
+
+def when(predicate: Tensor, body: Callable[[], None]) -> None:
     """Runs `body` if `predicate` holds: by a Python branch, or by a loop of zero or one trip.
 
     A loop and not a `tf.cond`, because XLA updates what a loop carries in place, whereas each
@@ -182,7 +214,8 @@ def _when(predicate: Tensor, body: Callable[[], None]) -> None:
     tf.while_loop(lambda again: again, trip, [predicate])
 
 
-def _count(counter: keras.Variable, happened: Tensor) -> None:
+def count(counter: keras.Variable, happened: Tensor) -> None:
+    """Adds one to a counter if something happened."""
     counter.assign_add(tf.cast(happened, counter.dtype))
 
 
@@ -195,12 +228,3 @@ def _values(gradient: Tensor | None) -> Tensor | None:
         if isinstance(gradient, tf.IndexedSlices)
         else tf.convert_to_tensor(gradient)
     )
-
-
-def _refuse_strategies() -> None:
-    if tf.distribute.has_strategy():
-        raise ValueError(
-            "`GradientAccumulationOptimizer` must be used outside `tf.distribute` strategies, "
-            "because its accumulators are not kept per replica yet. Train on one device. "
-            f"Received: strategy={type(tf.distribute.get_strategy()).__name__}"
-        )

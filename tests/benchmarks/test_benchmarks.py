@@ -118,6 +118,46 @@ def test_import_time(tmp_path):
     assert set(figures["milliseconds"]) == {"keras", "keras and keras_ga", "added by keras_ga"}
 
 
+def test_batch_norm(tmp_path):
+    needs("jax")
+    pytest.importorskip("sklearn", reason="the rows are scikit-learn's digits")
+    sizes = ["--networks", "dense", "--settings", "2x8", "--momenta", "0.9,0.99"]
+    process = run("batch_norm.py", *sizes, "--updates", "3", "--seeds", "2", output=tmp_path)
+    figures = read(tmp_path / "batch_norm.json")
+    assert_picture(tmp_path / "batch_norm.png")
+    ways = {"large batch", "alone", "recalibrated", "adjusted", "pooled", "GroupNorm"}
+    assert [row["momentum"] for row in figures["rows"]] == [0.9, 0.99]
+    for row in figures["rows"]:
+        assert set(row["ways"]) == ways
+        error = {way: measured["first_layer_error"] for way, measured in row["ways"].items()}
+        assert error.pop("GroupNorm") is None
+        assert error["large batch"]["mean"] == 0
+        # The first layer is on the pixels, which are the same in all ways.
+        assert error["pooled"]["mean"] < 1e-5 < error["adjusted"]["mean"] < error["alone"]["mean"]
+        for measured in row["ways"].values():
+            assert len(measured["accuracy"]["by_seed"]) == 2
+    # Without a momentum, so trained once for both.
+    first, second = (row["ways"] for row in figures["rows"])
+    for way in ("recalibrated", "GroupNorm"):
+        assert first[way]["accuracy"] == second[way]["accuracy"]
+    assert all(way in process.stdout for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--settings", "16x1", "two or more micro-batches of two or more rows"),
+        ("--settings", "128", "must be N x rows, such as 16x8"),
+        ("--momenta", "0.9,1", "must be numbers between 0 and 1"),
+        ("--networks", "transformer", "must be some of convolutions, dense"),
+    ],
+)
+def test_batch_norm_refuses_what_it_cannot_train(option, value, message, tmp_path):
+    needs("jax")
+    process = run("batch_norm.py", option, value, output=tmp_path, returncode=2)
+    assert message in process.stderr
+
+
 def test_gpu_check_without_a_gpu(tmp_path):
     needs("jax")
     process = run("gpu_check.py", "--backends", "jax", output=tmp_path, returncode=2)

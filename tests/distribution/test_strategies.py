@@ -1,0 +1,41 @@
+"""Runs the cases that need several devices or workers, each file in processes of its own.
+
+TensorFlow's logical devices and XLA's host devices must be set before a backend is first used, and
+two strategies of different size can't live in one process.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+HERE = Path(__file__).parent
+SECONDS = 540  # a hung worker must not hang the suite
+
+
+def run(cases, *options, replicas, backend):
+    """Runs a file of cases with pytest; fails with its report."""
+    if keras.config.backend() != backend:
+        pytest.skip(f"needs the {backend} backend")
+    environment = {"KERAS_GA_TEST_REPLICAS": str(replicas)}
+    if backend == "jax":
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={replicas}"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--tb=short", HERE / cases]
+    done = subprocess.run(
+        [*command, *options],
+        cwd=HERE.parents[1],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+@pytest.mark.parametrize("part", ["equal or optimizers or constraints or clips", "not equal"])
+def test_mirrored_on_two_devices(part):
+    run("mirrored_cases.py", "-k", part, replicas=2, backend="tensorflow")
