@@ -9,7 +9,9 @@ is spelt out here. It does what a real job needs:
   workers' micro-batches, exactly;
 - all workers save together (an accumulator is the sum of the workers' parts, and reading it is a
   collective), the chief to the checkpoint's folder, the others to a folder that is thrown away;
-- a job that was stopped goes on from its last checkpoint, in mid-window too, bit for bit.
+- a job that was stopped goes on from its last checkpoint: bit for bit if that was made at the end
+  of a window (`--save-every` a multiple of the accumulation steps), else to float rounding, since
+  the sum of the workers' parts is saved.
 
 Without TF_CONFIG it starts two workers on this machine and compares what they end on with one
 process that trains on the whole batch. With TF_CONFIG it is one worker of your cluster.
@@ -184,7 +186,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=256, help="rows of an update (256)")
     parser.add_argument("--accumulation-steps", type=int, default=4, help="micro-batches (4)")
     parser.add_argument("--workers", type=int, default=2, help="processes to start (2)")
-    parser.add_argument("--save-every", type=int, default=10, help="micro-steps (10)")
+    parser.add_argument("--save-every", type=int, default=8, help="micro-steps (8)")
     parser.add_argument("--checkpoints", type=Path, help="folder; the same for all workers")
     chosen = parser.parse_args()
     if chosen.batch_size % (chosen.workers * chosen.accumulation_steps):

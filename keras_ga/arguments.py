@@ -99,6 +99,17 @@ def checked_dtype(value: Any) -> str | None:
     return dtype
 
 
+def checked_axis(value: Any) -> str | None:
+    """The name of a mesh axis, or None."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(
+            "`shard_accumulators` must be the name of an axis of the device mesh, because "
+            "accumulators are cut along it. Pass e.g. 'batch', or None. "
+            f"{_received('shard_accumulators', value)}"
+        )
+    return value
+
+
 def checked_weight(weight: Any) -> Any:
     """A scalar; its range is checked where it is a Python number, a tensor is taken as it is."""
     if weight is None:
@@ -193,7 +204,7 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
         raise TypeError(
             f"`{name}` must be left out, because `GradientAccumulationOptimizer` has no such "
             "argument. It takes optimizer, accumulation_steps, reduction, accumulator_dtype, "
-            f"nonfinite, model and name. {_received(name, value)}"
+            f"nonfinite, model, shard_accumulators and name. {_received(name, value)}"
         )
 
 

@@ -12,9 +12,10 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from keras_ga import batch_norm, engines
+from keras_ga import batch_norm, engines, sharding
 from keras_ga.arguments import (
     check_length,
+    checked_axis,
     checked_choice,
     checked_dtype,
     checked_model,
@@ -91,6 +92,9 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             it now and whenever N is set, pooling layers are flushed and reset with the window.
             It is not kept alive, nor saved. Not with a schedule of N. Default: layers are left
             as they are.
+        shard_accumulators: JAX under a `keras.distribution`: the name of a mesh axis, such as
+            `"batch"`, to cut the accumulators along, so that each device holds a part of them.
+            The update gathers them, once per window. Default: as their variables.
         name: Name of the optimizer; a default is made.
 
     Raises:
@@ -129,6 +133,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         accumulator_dtype: str | None = None,
         nonfinite: str = "propagate",
         model: keras.Model | None = None,
+        shard_accumulators: str | None = None,
         name: str | None = None,
         **kwargs: Any,
     ):
@@ -140,6 +145,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         self.reduction = checked_choice("reduction", reduction, REDUCTIONS)
         self.nonfinite = checked_choice("nonfinite", nonfinite, NONFINITE)
         self.accumulator_dtype = checked_dtype(accumulator_dtype)
+        self.shard_accumulators = checked_axis(shard_accumulators)
         self._schedule = accumulation_steps if callable(accumulation_steps) else None
         self._constructed_steps: Any = (
             None if self._schedule else checked_steps("accumulation_steps", accumulation_steps)
@@ -397,7 +403,12 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         accumulators = []
         if self._constructed_steps != 1:
             names = _unique_names(variables)
-            for variable, name in zip(variables, names, strict=True):
+            layouts = (
+                sharding.in_parts(variables, self.shard_accumulators)
+                if self.shard_accumulators
+                else map(sharding.layout_of, variables)
+            )
+            for variable, name, layout in zip(variables, names, layouts, strict=True):
                 accumulators.append(
                     per_replica(
                         f"{name}_accumulator",
@@ -405,7 +416,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
                         "sum",
                         initializer=keras.initializers.Constant(empty_total(variable)),
                         shape=variable.shape,
-                        layout=getattr(variable, "_layout", None),
+                        layout=layout,
                     )
                 )
         # In float64 the divisor must be as exact as what it divides.
@@ -432,6 +443,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             schedule=self._schedule,
             reduction=self.reduction,
             nonfinite=self.nonfinite,
+            sharded=bool(self.shard_accumulators and accumulators),
         )
 
     def apply(
@@ -748,6 +760,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
             "reduction": self.reduction,
             "accumulator_dtype": self.accumulator_dtype,
             "nonfinite": self.nonfinite,
+            "shard_accumulators": self.shard_accumulators,
             "name": self.name,
         }
         if self._steps != self._constructed_steps:

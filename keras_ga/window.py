@@ -64,6 +64,8 @@ class Window:
     """N as a function of the updates made."""
     reduction: str
     nonfinite: str
+    sharded: bool = False
+    """Whether accumulators are cut along a mesh axis that their variables are not (JAX)."""
 
     def steps(self, read: Callable[[keras.Variable], Any] = lambda variable: variable.value) -> Any:
         """N as it stands now; `read` gets at a variable's value."""

@@ -448,3 +448,11 @@ def test_the_loss_scale_factor_is_the_inner_one():
     assert float(optimizer.scale_loss(keras.ops.ones(()))) == 8.0
     optimizer.loss_scale_factor = 2.0
     assert optimizer.inner_optimizer.loss_scale_factor == 2.0
+
+
+def test_sharding_without_a_distribution_is_refused():
+    optimizer = keras_ga.GradientAccumulationOptimizer("sgd", 2, shard_accumulators="batch")
+    with pytest.raises(ValueError, match=r"`shard_accumulators` must be left out without"):
+        optimizer.build(dense_model().trainable_variables)
+    with pytest.raises(TypeError, match=r"`shard_accumulators` must be the name of an axis"):
+        keras_ga.GradientAccumulationOptimizer("sgd", 2, shard_accumulators=True)

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import keras
 
+from keras_ga import sharding
 from keras_ga.window import (
     Admission,
     Tensor,
@@ -105,7 +107,7 @@ class JaxEngine:
                 totals.append(largest(total, gradient, admission, dtype))
             else:
                 totals.append(total + weighted(gradient, admission, dtype))
-        return totals
+        return self._pinned(totals, window.accumulators)
 
     def _close(
         self,
@@ -127,9 +129,27 @@ class JaxEngine:
                 window_gradient(total, weight_sum, variable, window.reduction)
                 for total, variable in zip(totals, window.variables, strict=True)
             ]
-            return _State(*apply(state, gradients))
+            gradients = self._pinned(gradients, window.variables)
+            trainable, inner_state = apply(state, gradients)
+            return _State(
+                self._pinned(trainable, window.variables),
+                self._pinned(inner_state, inner.variables),
+            )
 
         self._store(_when(updates, update, state))
+
+    def _pinned(self, values: list[jax.Array], variables: list[Any]) -> list[jax.Array]:
+        """The values, in their variables' layouts, where accumulators have another.
+
+        Left to itself XLA cuts the loop's carry as the accumulators are, and gathers weights and
+        slots again on every micro-step; pinned, it gathers within the loop, once per window.
+        """
+        if not self._window.sharded:
+            return values
+        return [
+            keras.distribution.distribute_tensor(value, sharding.layout_of(variable))
+            for value, variable in zip(values, variables, strict=True)
+        ]
 
     def _apply_function(self, present: list[bool], updates: jax.Array) -> Callable[..., Any]:
         """The inner optimizer's update, for gradients some of which may never have come.

@@ -175,3 +175,88 @@ def test_flushing_and_another_number_of_steps():
     model.fit(x[part], y[part], batch_size=MICRO_BATCH, shuffle=False, verbose=0)
     assert int(optimizer.iterations) == 4
     assert np.isfinite(values(model.trainable_variables)[0]).all()
+
+
+# Accumulators in parts.
+
+
+def in_parts(make_optimizer, axis="batch"):
+    def make():
+        return keras_ga.GradientAccumulationOptimizer(make_optimizer(), N, shard_accumulators=axis)
+
+    return make
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_accumulators_in_parts_give_the_same_weights(distribution, name):
+    large, _ = trained(OPTIMIZERS[name], LARGE_BATCH)
+    model, optimizer = trained(in_parts(OPTIMIZERS[name]), MICRO_BATCH, distribution=distribution)
+    assert_close(model.get_weights(), large.get_weights(), 2e-6)
+    shapes = {
+        a.path.split("/")[-1]: a.value.addressable_shards[0].data.shape
+        for a in optimizer._window.accumulators
+    }
+    wide, narrow = (next(s for k, s in shapes.items() if n in k) for n in ("wide_k", "narrow_k"))
+    expected = {"data": ((5, 2), (2, 4)), "model": ((5, 8), (8, 1))}
+    assert (wide, narrow) == expected[distribution]
+
+
+def step_of(distribution, optimizer, width):
+    keras.distribution.set_distribution(DISTRIBUTIONS[distribution]())
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(width, name="wide"), keras.layers.Dense(4)]
+    )
+    model.compile(optimizer(), loss="mse")
+    x, y = (array[:MICRO_BATCH] for array in data())
+    model.fit(x, y, batch_size=MICRO_BATCH, verbose=0)
+    state = (
+        [v.value for v in model.trainable_variables],
+        [v.value for v in model.non_trainable_variables],
+        [v.value for v in model.optimizer.variables],
+        [v.value for v in model.metrics_variables],
+    )
+    layout = keras.distribution.distribution().get_data_layout(x.shape)
+    batch = tuple(keras.distribution.distribute_tensor(array, layout) for array in (x, y))
+    return jax.jit(model.train_step, donate_argnums=0).lower(state, batch).compile()
+
+
+@pytest.mark.filterwarnings("ignore:Training ended before its first update")
+def test_parts_save_memory_and_are_gathered_within_the_loop():
+    width = 1 << 16
+    whole = step_of("data", lambda: accumulating(keras.optimizers.Adam(), N), width)
+    parts = step_of("data", in_parts(keras.optimizers.Adam), width)
+    top, inside = (collectives(parts.as_text())[where] for where in ("top", "inside"))
+    assert collectives(whole.as_text())["top"] == top
+    assert not top["all-gather"]
+    assert inside["all-gather"]
+    sizes = [each.memory_analysis().argument_size_in_bytes for each in (whole, parts)]
+    weights = 4 * (5 + 1 + 4) * width
+    assert sizes[0] - sizes[1] == pytest.approx(weights * 7 / 8, rel=0.01)
+
+
+def test_parts_are_saved_whole(tmp_path):
+    keras.distribution.set_distribution(data_parallel())
+    model = make_model()
+    optimizer = in_parts(OPTIMIZERS["adam"])()
+    model.compile(optimizer, loss="mse")
+    x, y = data()
+    model.fit(x[: 5 * MICRO_BATCH], y[: 5 * MICRO_BATCH], batch_size=MICRO_BATCH, verbose=0)
+    assert int(optimizer.pending) == 2
+    model.save_weights(tmp_path / "m.weights.h5")
+    before = held(optimizer)
+    keras.distribution.set_distribution(None)
+    other = make_model()
+    its = accumulating(OPTIMIZERS["adam"](), N)
+    other.compile(its, loss="mse")
+    its.build(other.trainable_variables)
+    other.load_weights(tmp_path / "m.weights.h5")
+    assert_equal(held(its), before)
+
+
+def test_an_axis_that_is_not_there_is_refused():
+    keras.distribution.set_distribution(data_parallel())
+    optimizer = in_parts(OPTIMIZERS["adam"], "rows")()
+    with pytest.raises(ValueError, match="must be an axis of the distribution's device mesh"):
+        optimizer.build(make_model().trainable_variables)

@@ -36,6 +36,15 @@ def run(cases, *options, replicas, backend):
     assert done.returncode == 0, done.stdout[-8000:]
 
 
-@pytest.mark.parametrize("part", ["equal or optimizers or constraints or clips", "not equal"])
+@pytest.mark.parametrize("part", ["clips or optimizers", "not clips and not optimizers"])
 def test_mirrored_on_two_devices(part):
     run("mirrored_cases.py", "-k", part, replicas=2, backend="tensorflow")
+
+
+def test_mirrored_on_four_devices():
+    part = "(clips and momentum) or travels or unknown or overflow or pooled"
+    run("mirrored_cases.py", "-k", part, replicas=4, backend="tensorflow")
+
+
+def test_sharded_on_eight_devices():
+    run("sharded_cases.py", replicas=8, backend="jax")

@@ -73,7 +73,7 @@ def test_only_the_first_layer_can_have_the_large_batchs_statistics(short_run):
     deeper = {name: way["deeper_layers_error"] for name, way in ways.items()}
     # On the pixels, which training does not change.
     assert first["large batch"] == 0
-    assert first["pooled statistics"] < 1e-5
+    assert first["pooled statistics"] < 1e-6
     assert first["pooled statistics"] < first["momentum adjusted"] < 1e-2
     assert first["alone"] > 0.1
     # The forward pass normalises by micro-batches, and the weights have been trained so.
@@ -117,10 +117,8 @@ def test_draws_a_picture(short_run):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--micro-batch-size", 24, "must divide --batch-size 128 into two or more equal parts"),
         ("--micro-batch-size", 1, "because a row alone has no variance. Take one of 2, 4, 8, 16"),
         ("--momentum", 1, "must be between 0 and 1. Received: 1.0"),
-        ("--epochs", 0, "must be at least 1. Received: 0"),
     ],
 )
 def test_refuses_what_cannot_be_compared(option, value, message):
