@@ -74,7 +74,7 @@ def print_table(console: Console, figures: Mapping[str, Any]) -> None:
     console.print(
         "first, deeper layers: mean absolute difference of the running variance from the\n"
         "large batch's over the channels, as a share of the large batch's mean. Of that,\n"
-        f"{figures['initial_statistics_left']:.1%} is still the initial value: "
+        f"{percent(figures['initial_statistics_left'])} is still the initial value: "
         f"{figures['momentum']:g} ^ {figures['ways'][0]['updates']}."
     )
     console.print(weights_line(figures["largest_weight_difference"]), soft_wrap=True)
@@ -88,8 +88,8 @@ def draw_picture(figures: Mapping[str, Any], title: str, path: Path) -> None:
     figure.text(0.02, 0.95, title, size=15, color=INK, weight="bold", va="center")
     subtitle = (
         f"Momentum {figures['momentum']:g}, {ways[0]['updates']:,} updates: "
-        f"{figures['initial_statistics_left']:.1%} of the large batch's running statistics are "
-        f"still their initial values.\n{weights_line(figures['largest_weight_difference'])}"
+        f"{percent(figures['initial_statistics_left'])} of the large batch's running statistics "
+        f"are still their initial values.\n{weights_line(figures['largest_weight_difference'])}"
     )
     figure.text(0.02, 0.875, subtitle, size=10.5, color=GREY, va="center", linespacing=1.4)
     left, right = figure.subplots(1, 2)

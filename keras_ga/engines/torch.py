@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
 import torch
+import torch.distributed
 
 from keras_ga.window import (
     Admission,
@@ -20,12 +22,28 @@ from keras_ga.window import (
 )
 
 
+def _warn_of_other_processes() -> None:
+    # Keras 3.15 has no distributed training on torch: each process would train on its own.
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        processes = distributed.get_world_size()
+        if processes > 1:
+            warnings.warn(
+                f"`torch.distributed` has {processes} processes, but gradients are not averaged "
+                "over them: Keras has no distributed training on torch, and each process trains "
+                "weights of its own. Average the gradients before `apply`, or train on JAX or "
+                "TensorFlow.",
+                stacklevel=5,
+            )
+
+
 class TorchEngine:
     """Runs eagerly; compiled models call it from outside their graph."""
 
     def __init__(self, window: Window, inner_optimizer: Any):
         self._window = window
         self._inner_optimizer = inner_optimizer
+        _warn_of_other_processes()
         self._pending = _HostCopy(window.pending)
         self._judged_by = {
             id(variable): _HostCopy(variable)

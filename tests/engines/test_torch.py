@@ -1,5 +1,9 @@
 """The torch engine: no waiting for the device, no recompiling."""
 
+import socket
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -69,3 +73,33 @@ def test_sparse_gradients_sum_repeated_rows(arguments, weight):
     for _ in range(2):
         optimizer.apply([sparse], [variable], weight=weight)
     assert values([variable])[0][:, 0].tolist() == [0, -2, 0, -1]
+
+
+PROCESS = """
+import sys, warnings
+import keras, numpy as np, torch.distributed
+import keras_ga
+
+port, rank = sys.argv[1:]
+torch.distributed.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2
+)
+optimizer = keras_ga.GradientAccumulationOptimizer("sgd", 2)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    optimizer.build([keras.Variable(np.zeros(2))])
+torch.distributed.destroy_process_group()
+print([str(w.message) for w in caught if "2 processes" in str(w.message)])
+"""
+
+
+def test_several_processes_are_warned_of():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", PROCESS, port]
+    started = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert all("gradients are not averaged" in output for output in outputs)
