@@ -118,6 +118,55 @@ def test_import_time(tmp_path):
     assert set(figures["milliseconds"]) == {"keras", "keras and keras_ga", "added by keras_ga"}
 
 
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_communication(backend, tmp_path):
+    needs(backend)
+    sizes = ["--parameters", "1k", "--accumulation-steps", "3", "--batch-size", "8"]
+    process = run("communication.py", "--backend", backend, *sizes, output=tmp_path)
+    figures = read(tmp_path / f"communication_{backend}.json")
+    sides, variables = figures["sides"], figures["variables"]
+    weights = 4 * figures["parameters"]
+    assert all(side in process.stdout for side in sides)
+    bare, large, option, ours = list(sides.values())[:4]
+    assert [side["steps"] for side in (bare, large, option, ours)] == [3, 1, 3, 3]
+    if backend == "tensorflow":
+        assert [step["tensors"] for step in bare["by_step"]] == [variables] * 3
+        assert [step["tensors"] for step in large["by_step"]] == [variables]
+        # With the sum of weights, one float32, in one pack.
+        assert [step["tensors"] for step in ours["by_step"]] == [0, 0, variables + 1]
+        assert (ours["reductions"], ours["bytes"]) == (1, weights + 4)
+        assert [side["bytes"] for side in (bare, large)] == [3 * weights, weights]
+        assert [side["fit"] for side in (bare, large, ours)] == ["runs"] * 3
+        # Run eagerly, Keras's option reduces as seldom; compiled, as in `fit`, it does not run.
+        assert option["bytes"] == weights
+        assert option["fit"].startswith("raises RuntimeError: `merge_call` called")
+        return
+    # Every micro-step reduces the gradients, whoever accumulates, and the loss in the same pack.
+    packed = {"each step": {"all-reduce": {"operations": 1, "bytes": weights + 4}}}
+    alone = {**packed, "only in the update": {}}
+    assert [side["collectives"] for side in (bare, large, option, ours)] == [alone] * 4
+    assert [side["bytes"] // (weights + 4) for side in (bare, large, option, ours)] == [3, 1, 3, 3]
+    parts = sides["keras_ga, in parts"]
+    gathered = {"all-gather": {"operations": variables, "bytes": weights}}
+    assert parts["collectives"] == {**packed, "only in the update": gathered}
+    assert parts["bytes"] == ours["bytes"] + weights
+    saved = ours["arguments_mib_per_device"] - parts["arguments_mib_per_device"]
+    assert saved == pytest.approx(weights * 7 / 8 / 2**20)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch-size", "12", "must divide by 8, because each device takes as many rows"),
+        ("--accumulation-steps", "1", "must be at least 2"),
+    ],
+)
+def test_communication_refuses_what_it_cannot_count(option, value, message, tmp_path):
+    needs("jax")
+    process = run("communication.py", option, value, output=tmp_path, returncode=2)
+    assert message in process.stderr
+
+
 def test_batch_norm(tmp_path):
     needs("jax")
     pytest.importorskip("sklearn", reason="the rows are scikit-learn's digits")
