@@ -35,6 +35,9 @@ from keras_ga.window import (
     number,
 )
 
+# Of what `save_own_variables` writes. Files without a number are of format 1.
+_FORMAT = 1
+
 
 def _forwarded(name: str) -> property:
     """An attribute that is the inner optimizer's.
@@ -673,6 +676,9 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes this optimizer's state; Keras visits the inner optimizer on its own."""
+        if self._window is None:
+            return  # nothing has happened yet
+        store["format"] = np.array(_FORMAT)
         for key, variable in self._saved_variables().items():
             value = keras.ops.convert_to_numpy(variable)
             if key.startswith("accumulator_") and number(self.pending) == 0:
@@ -689,10 +695,18 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         Raises:
             ValueError: If the file is another optimizer's; nothing is changed then.
         """
+        if not store.keys():
+            return
         if "micro_steps" not in store:
             # The bare optimizer's file: training goes on under the wrapper.
             self.inner_optimizer.load_own_variables(store)
             return
+        if "format" in store and int(store["format"][()]) > _FORMAT:
+            raise ValueError(
+                "The file must be of this version of keras_ga or an earlier one, because it may "
+                "hold what this one does not know. Install the version that wrote it. Received: "
+                f"format {int(store['format'][()])}, this version reads up to {_FORMAT}"
+            )
         if self._window is None:
             warnings.warn(
                 f"Skipping variable loading for optimizer {self.name!r}, because it is not built "
@@ -730,8 +744,6 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
     def _saved_variables(self) -> dict[str, keras.Variable]:
         # Accumulators by position: a variable's name counts the layers made before it.
-        if self._window is None:
-            return {"micro_steps": self.micro_steps}
         window = self._window
         accumulators = {f"accumulator_{i}": a for i, a in enumerate(window.accumulators)}
         return {
