@@ -690,10 +690,12 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
     def load_own_variables(self, store: Any) -> None:
         """Reads what `save_own_variables` wrote, or the state of the bare inner optimizer.
 
-        A file of the bare optimizer, or of a wrapper with N = 1, leaves the window empty.
+        A file of the bare optimizer, or of a wrapper with N = 1, leaves the window empty. So does
+        one whose window is of other variables (an adapter was added, a layer unfrozen); what was
+        in it is left out, with a warning.
 
         Raises:
-            ValueError: If the file is another optimizer's; nothing is changed then.
+            ValueError: If the file is of a later version; nothing is changed then.
         """
         if not store.keys():
             return
@@ -714,33 +716,37 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
                 stacklevel=2,
             )
             return
+        # All is read before anything is set, so that a file that breaks off changes nothing.
+        found = {key: store[key][()] for key in store.keys()}  # noqa: SIM118 - no dict, in HDF5
         saved = self._saved_variables()
-        missing = [key for key in saved if key not in store]
-        if "accumulator_0" in missing or not self._window.accumulators:
-            if int(store["pending"][()]) > 0:
-                warnings.warn(
-                    f"The file holds a window of {int(store['pending'][()])} micro-batches, which "
-                    "is left out, because this optimizer has no accumulators. Construct it with "
-                    "accumulation_steps > 1 to go on from it.",
-                    stacklevel=2,
-                )
-            of_the_window = ("pending", "weight_sum", "accumulator_")
-            saved = {k: v for k, v in saved.items() if not k.startswith(of_the_window)}
-            self.reset_window()
-        found = {key: store[key][()] for key in saved if key in store}
-        wrong = [
+        known = {key: tuple(variable.shape) for key, variable in saved.items()}
+        unfit = [
             key
-            for key, v in saved.items()
-            if key not in found or found[key].shape != tuple(v.shape)
+            for key in sorted({*found, *known} - {"format"})
+            if key not in found or np.shape(found[key]) != known.get(key)
         ]
-        if wrong:
-            raise ValueError(
-                "The file must be of an optimizer with the same variables, because its window "
-                "is theirs. Load it into the model that it was saved from. Received: a file that "
-                f"does not fit in {', '.join(wrong)}"
-            )
+        if unfit:
+            self._leave_window_out(int(found["pending"]), unfit)
+        kept = ("pending", "weight_sum", "accumulator_") if unfit else ()
         for key, variable in saved.items():
-            variable.assign(found[key])
+            if key not in unfit and not key.startswith(kept):
+                variable.assign(found[key])
+
+    def _leave_window_out(self, pending: int, unfit: list[str]) -> None:
+        """Starts an empty window instead of a file's, and says so if that was not empty."""
+        self.reset_window()
+        if pending == 0:
+            return
+        reason = (
+            f"it is of other variables: {', '.join(unfit)} do not fit"
+            if self._window.accumulators
+            else "this optimizer has no accumulators: construct it with accumulation_steps > 1"
+        )
+        warnings.warn(
+            f"The file holds a window of {pending} micro-batches, which is left out, because "
+            f"{reason}. Training goes on with an empty one.",
+            stacklevel=3,
+        )
 
     def _saved_variables(self) -> dict[str, keras.Variable]:
         # Accumulators by position: a variable's name counts the layers made before it.

@@ -153,7 +153,10 @@ def window_gradient(
 
 def number(variable: Any) -> int:
     """The value of a counter, also of one that replicas have copies of (`int` refuses those)."""
-    return int(keras.ops.convert_to_numpy(variable))
+    try:
+        return int(variable)
+    except TypeError:
+        return int(variable.numpy())
 
 
 def empty_total(variable: keras.Variable) -> float:

@@ -429,10 +429,9 @@ def test_the_inner_optimizers_state_is_stored_once(tmp_path, inner, slots):
     assert under.count("optimizer/inner_optimizer") == slots
     assert under.count("optimizer") == 1  # the accumulator
     assert len(kernels) == 1 + slots + 1
-    assert (
-        len([path for path in stored if path.startswith("optimizer/")])
-        == len(model.optimizer.variables) - 1
-    )  # all but N, which is in the config
+    of_the_optimizer = [path for path in stored if path.startswith("optimizer/")]
+    # All but N, which is in the config; and the format's number.
+    assert len(of_the_optimizer) == len(model.optimizer.variables) - 1 + 1
 
 
 def test_variables_have_unique_paths():

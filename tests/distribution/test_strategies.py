@@ -42,7 +42,7 @@ def test_mirrored_on_two_devices(part):
 
 
 def test_mirrored_on_four_devices():
-    part = "(clips and momentum) or travels or unknown or overflow or pooled"
+    part = "(clips and momentum and norm) or (travels and weights) or unknown or overflow or pooled"
     run("mirrored_cases.py", "-k", part, replicas=4, backend="tensorflow")
 
 
