@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from support import (
+    BACKEND,
     LARGE_BATCH,
     MICRO_BATCH,
     N,
@@ -84,6 +85,8 @@ def test_every_kind_of_container_is_searched(built):
 
 
 APPLICATIONS = {"ResNet50": 53, "MobileNetV2": 52, "EfficientNetB0": 49}
+if BACKEND == "jax":  # making them takes long there, and the search is the same
+    APPLICATIONS = {"MobileNetV2": 52}
 
 
 @pytest.mark.parametrize("name", APPLICATIONS)
@@ -732,7 +735,8 @@ class DataError(Exception):
 
 
 def failing(x):
-    yield (x[:8],)
+    for _ in range(6):
+        yield (x[:8],)
     raise DataError
 
 

@@ -12,7 +12,7 @@ import pytest
 from support import BACKEND
 
 # Every start imports the backend: one is killed often, the others now and then.
-KILLS = {"jax": (14, 6)}.get(BACKEND, (3, 2))
+KILLS = {"jax": (7, 3)}.get(BACKEND, (3, 2))
 SECONDS = 300
 
 COMMON = """

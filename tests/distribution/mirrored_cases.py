@@ -420,6 +420,31 @@ def test_gradients_that_never_come(compiled):
     assert_equal(values([unused]), [np.ones(3, "float32")])
 
 
+def test_a_gradient_that_another_trace_had_is_not_lost():
+    with STRATEGY.scope():
+        late, unused, always = (keras.Variable(np.ones(2, "float32"), name=n) for n in "abc")
+        variables = [late, unused, always]
+        optimizer = accumulating(keras.optimizers.AdamW(0.1, weight_decay=0.5), 2)
+        optimizer.build(variables)
+
+    @tf.function
+    def step(with_late):
+        def replica():
+            gradient = tf.ones(2) / REPLICAS
+            optimizer.apply([gradient if with_late else None, None, gradient], variables)
+
+        STRATEGY.run(replica)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist")
+        step(True)
+        step(False)
+    found = values(variables)
+    # Adam's first step is the rate, whatever the gradient; decay is on top of it.
+    assert_close([found[0], found[2]], [np.full(2, 1 - 0.1 - 0.05, "float32")] * 2, 1e-5)
+    assert_equal([found[1]], [np.ones(2, "float32")])
+
+
 # Windows.
 
 
@@ -529,16 +554,21 @@ def test_kerass_own_loss_scale_is_warned_of():
 # Checkpoints, under another number of replicas or none.
 
 
+def not_clipped():
+    # Clipping would hide a window that is divided by too much.
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
 def half_trained(strategy):
     """Two micro-batches in an open window, after one update."""
     data = rows((N + 2) * MICRO_BATCH)
-    return trained(momentum, MICRO_BATCH, strategy=strategy, steps=N, data=data, epochs=1)
+    return trained(not_clipped, MICRO_BATCH, strategy=strategy, steps=N, data=data, epochs=1)
 
 
 def ready(strategy):
     with (strategy or tf.distribute.get_strategy()).scope():
         model = dense_model(seed=1)
-        optimizer = accumulating(momentum(), N)
+        optimizer = accumulating(not_clipped(), N)
         model.compile(optimizer, loss="mse")
         optimizer.build(model.trainable_variables)
     return model, optimizer
