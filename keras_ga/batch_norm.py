@@ -292,7 +292,7 @@ def convert(model: keras.Model, accumulation_steps: int) -> int:
         )
     _Advice.needed = False
     restore_momentum(model)  # pooled, it is per update
-    pending = _pending(model)
+    pending = _pending(model, steps)
     for layer in found:
         if isinstance(layer, layers.BatchNormalization):
             layer.accumulation_steps = steps
@@ -392,12 +392,25 @@ def _may_change(layer: keras.layers.Layer) -> Iterator[None]:
         layer._tracker.lock()
 
 
-def _pending(model: keras.Model) -> int:
-    """Micro-batches in the open window of the optimizer that a model is compiled with."""
+def _pending(model: keras.Model, steps: int) -> int:
+    """Micro-batches in the open window of the optimizer that a model is compiled with.
+
+    Warns if that optimizer's windows have another number of steps.
+    """
     optimizer = getattr(model, "optimizer", None)
-    while optimizer is not None and not hasattr(optimizer, "pending"):
+    while optimizer is not None and not hasattr(optimizer, "follows_a_schedule"):
         optimizer = getattr(optimizer, "inner_optimizer", None)
-    return 0 if optimizer is None else number(optimizer.pending)
+    if optimizer is None:
+        return 0
+    if optimizer.follows_a_schedule or optimizer.accumulation_steps != steps:
+        warnings.warn(
+            f"The layers pool over {steps} micro-batches, but the optimizer that the model is "
+            f"compiled with accumulates {optimizer.accumulation_steps}"
+            f"{' and changes that' if optimizer.follows_a_schedule else ''}. Give both the same "
+            "number, or compile anew.",
+            stacklevel=3,
+        )
+    return number(optimizer.pending)
 
 
 # Recalibration.
@@ -456,8 +469,9 @@ def recalibrate(
         )
     _Advice.needed = False
     pooled_before = {id(layer): layer.accumulation_steps for layer in pooled_layers(model)}
-    state = [keras.ops.convert_to_numpy(v) for v in model.non_trainable_variables]
-    untouched = [(v, value) for v, value in zip(model.non_trainable_variables, state, strict=True)]
+    # All variables: a forward pass in training mode may change any (SpectralNormalization).
+    before = [(variable, keras.ops.convert_to_numpy(variable)) for variable in model.variables]
+    synchronized = {id(layer): layer.synchronized for layer in found}
     try:
         for layer in found:
             if id(layer) in pooled_before:
@@ -465,13 +479,28 @@ def recalibrate(
                 layer.accumulation_steps = _ENDLESS
             else:
                 _pool(layer, _ENDLESS)
+            if getattr(layer.moving_mean.value, "distribute_strategy", None) is not None:
+                layer.synchronized = True  # else each replica has the statistics of its own rows
         forward = _InTrainingMode(model)
         try:
             forward.predict(data, batch_size=batch_size, steps=steps, verbose=verbose)
+        except (UnboundLocalError, StopIteration) as error:  # what Keras 3.15 makes of no batch
+            raise ValueError(
+                "`data` must have a batch, because statistics are taken from it. Received: none"
+            ) from error
         finally:
             if hasattr(forward, "jax_state_sync"):
                 forward.jax_state_sync()  # a step that failed has not given the values back
-        empty = [_name(layer) for layer in found if number(layer.window_count) == 0]
+        # A layer that is not called in training mode keeps its statistics, as in training.
+        called = [layer for layer in found if number(layer.window_step) > 0]
+        if not called:
+            raise ValueError(
+                "`model` must call a BatchNormalization layer in training mode, because statistics "
+                "are taken from its inputs. Pass `training` on in the model's `call`, which must "
+                "not be a `tf.function`. Received: a model that called none of "
+                f"{', '.join(map(_name, found))}"
+            )
+        empty = [_name(layer) for layer in called if number(layer.window_count) == 0]
         if empty:
             raise ValueError(
                 "`data` must have valid, finite entries, because statistics are taken from them. "
@@ -479,7 +508,7 @@ def recalibrate(
             )
         statistics = [
             (running, keras.ops.convert_to_numpy(pooled))
-            for layer in found
+            for layer in called
             for running, pooled in (
                 (layer.moving_mean, layer.window_mean),
                 (layer.moving_variance, layer.window_variance),
@@ -487,11 +516,12 @@ def recalibrate(
         ]
     finally:
         for layer in found:
+            layer.synchronized = synchronized[id(layer)]
             if id(layer) in pooled_before:
                 layer.accumulation_steps = pooled_before[id(layer)]
             elif isinstance(layer, layers.BatchNormalization):
                 _unpool(layer)
-        for variable, value in untouched:
+        for variable, value in before:
             variable.assign(value)
     for running, value in statistics:
         running.assign(value)
@@ -501,7 +531,8 @@ class _InTrainingMode(keras.Model):
     """A model whose `predict` runs forward as training does, and returns nothing of size."""
 
     def __init__(self, model: keras.Model):
-        super().__init__(dtype=model.dtype_policy, name="in_training_mode")
+        # As Functional models do: each layer casts for itself.
+        super().__init__(autocast=False, name="in_training_mode")
         self.model = model
 
     def call(self, inputs: Any) -> Any:
@@ -584,8 +615,10 @@ def replace_with_group_norm(model: keras.Model, groups: int = 8) -> keras.Model:
                 if getattr(layer, name) is not None:
                     value = keras.ops.convert_to_numpy(getattr(layer, name))
                     getattr(its_copy, name).assign(value)
-        elif not _is_graph(layer):
+        elif isinstance(layer, keras.layers.Layer) and not _is_graph(layer):
             its_copy.set_weights(layer.get_weights())
+            if hasattr(its_copy, "finalize_state"):
+                its_copy.finalize_state()  # of an adapted `Normalization`
     return copied
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
 from keras import ops
 
+from keras_ga import engines
 from keras_ga.arguments import checked_steps
 from keras_ga.window import Tensor, number, wide_dtype
 
@@ -91,6 +93,12 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def _build_window(self, micro_batches: int = 0) -> None:
         """Makes the state of a window that has seen so many micro-batches already."""
         dtype = wide_dtype(self.moving_mean.dtype)
+        # Under a TensorFlow strategy each replica has its copy, as of what is made in its scope.
+        strategy = getattr(self.moving_mean.value, "distribute_strategy", None)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            self._add_window_variables(dtype, micro_batches)
+
+    def _add_window_variables(self, dtype: str, micro_batches: int) -> None:
         statistics = {"shape": self.moving_mean.shape, "dtype": dtype}
         # "int" has 64 bits on TensorFlow, which keeps it on the GPU: int32 stays on the host.
         for name, initial, arguments in (
@@ -166,7 +174,10 @@ class BatchNormalization(keras.layers.BatchNormalization):
             entries = entries * ops.cast(sizes[axis], x.dtype)
         if mask is None:
             mean, variance = ops.moments(x, axes=axes, synchronized=self.synchronized)
-            return mean, variance, ops.convert_to_tensor(entries)
+            count = ops.convert_to_tensor(entries)
+            if self.synchronized:
+                count = engines.sum_over_replicas(count)
+            return mean, variance, count
         if len(mask.shape) != len(x.shape) - 1:
             raise ValueError(
                 "`mask` must have one axis less than `inputs`, because it marks whole channels. "
@@ -184,12 +195,15 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
     def _add_to_window(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         # Selected, never multiplied: 0 * NaN is NaN.
-        finite = ops.logical_and(ops.all(ops.isfinite(mean)), ops.all(ops.isfinite(variance)))
+        mean, variance = (ops.cast(value, self.window_mean.dtype) for value in (mean, variance))
+        distance = mean - self.window_mean
+        finite = ops.logical_and(
+            ops.all(ops.isfinite(ops.square(distance))), ops.all(ops.isfinite(variance))
+        )
         count = ops.where(finite, ops.cast(count, self.window_count.dtype), 0)
         total = self.window_count + count
         share = count / ops.maximum(total, ops.ones_like(total))
-        mean, variance = (ops.cast(value, self.window_mean.dtype) for value in (mean, variance))
-        distance = ops.where(finite, mean - self.window_mean, 0)
+        distance = ops.where(finite, distance, 0)
         spread = ops.where(finite, variance - self.window_variance, 0)
         mean = self.window_mean + share * distance
         variance = (
@@ -238,6 +252,21 @@ class BatchNormalization(keras.layers.BatchNormalization):
         if self.built:
             for variable in self._window_variables():
                 variable.assign(ops.zeros(variable.shape, variable.dtype))
+
+    def start_window(self) -> None:
+        """Throws away what a window of another optimizer has left, now, also while tracing."""
+        with engines.outside_of_a_trace():
+            if self.built and number(self.window_step) > 0:
+                self.reset_window()
+
+    @property
+    def weights(self) -> list[keras.Variable]:
+        """Those of Keras's layer; what the window holds is in `variables` only.
+
+        So `get_weights` and `set_weights` (and `EarlyStopping`, which uses them) leave the window
+        in step with the optimizer's.
+        """
+        return self._stock_variables()
 
     def _window_variables(self) -> list[keras.Variable]:
         return [self.window_mean, self.window_variance, self.window_count, self.window_step]

@@ -370,6 +370,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         self._in_order_of(variables, variables)  # refuses a variable that is given twice
         if self._model is not None:
             self._let_batch_norm_follow()  # layers that the model has made only now, too
+            for layer in self._pooling_layers():
+                layer.start_window()  # this optimizer's, which is empty
         elif self._constructed_steps != 1:
             batch_norm.advise(variables)
         inner = self.inner_optimizer

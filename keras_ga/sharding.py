@@ -42,6 +42,7 @@ def in_parts(variables: Sequence[keras.Variable], mesh_axis: str) -> list[Any]:
     layouts = []
     for variable in variables:
         axes = list(distribution.get_variable_layout(variable).axes)
+        axes += [None] * (len(variable.shape) - len(axes))  # a layout may leave the last ones out
         for dimension, size in enumerate(variable.shape):
             if mesh_axis in axes:
                 break

@@ -459,6 +459,35 @@ def test_the_model_must_be_one():
         accumulating("sgd", steps, model=simple())
 
 
+def test_a_new_optimizer_for_the_model_starts_an_empty_window():
+    """As after freezing: what is left of the last one would be in every window from here on."""
+    layer = Pooled(momentum=0.9, accumulation_steps=N)
+    model = batch_norm_model(layer)
+    for count, left in ((5, 1), (4, 0)):
+        model.compile(accumulating(sgd(), N, model=model), loss="mse")
+        x, y = rows(count * MICRO_BATCH)
+        before = statistics(layer)[0]
+        model.fit(x, y, batch_size=MICRO_BATCH, shuffle=False, verbose=0)
+        assert int(layer.window_step) == int(model.optimizer.pending) == left
+    hidden = x @ model.get_weights()[0]
+    assert_close([statistics(layer)[0]], [0.9 * before + 0.1 * hidden.mean(0)])
+
+
+def test_weights_that_are_set_leave_the_window_in_step():
+    data = rows(5 * MICRO_BATCH)
+    best = keras.callbacks.EarlyStopping("loss", restore_best_weights=True, patience=9)
+    layer = Pooled(momentum=0.9, accumulation_steps=N)
+    optimizer = accumulating(keras.optimizers.SGD(1e3), N)
+    model = trained(layer, optimizer, MICRO_BATCH, data=data, epochs=2, callbacks=[best])
+    assert int(optimizer.pending) == int(layer.window_step) == 2
+    stock = batch_norm_model(Stock())
+    stock.set_weights(model.get_weights())
+    other = batch_norm_model(Pooled(accumulation_steps=3))
+    other.set_weights(model.get_weights())
+    assert int(other.layers[1].window_length) == 3
+    assert int(other.layers[1].window_step) == 0
+
+
 # Conversion.
 
 
@@ -517,12 +546,14 @@ def test_mobilenet_converts_and_reverts(tmp_path):
     )
     x = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
     before = values([model(x)])
-    count = len(model.weights)
+    count, states = len(model.weights), len(model.variables)
     assert batch_norm.convert(model, 4) == 52
-    assert len(model.weights) == count + 5 * 52
+    assert len(model.weights) == count
+    assert len(model.variables) == states + 5 * 52
     assert_equal(values([model(x)]), before)
     assert batch_norm.revert(model) == 52
     assert len(model.weights) == count == 262
+    assert len(model.variables) == states
     assert_equal(values([model(x)]), before)
     model.save(tmp_path / "m.keras")
     loaded = keras.saving.load_model(tmp_path / "m.keras")
@@ -617,6 +648,17 @@ def test_a_model_without_such_layers_is_not_converted():
     with pytest.raises(ValueError, match="`model` must have a BatchNormalization layer"):
         batch_norm.convert(model, 4)
     assert batch_norm.revert(model) == 0
+
+
+def test_another_number_of_steps_than_the_optimizers_is_warned_of():
+    model = simple()
+    model.compile(accumulating(sgd(), 6), loss="mse")
+    with pytest.warns(UserWarning, match="pool over 3 micro-batches.*accumulates 6"):
+        batch_norm.convert(model, 3)
+    steps = keras_ga.schedules.PiecewiseConstantSteps([10], [3, 6])
+    model.compile(accumulating(sgd(), steps), loss="mse")
+    with pytest.warns(UserWarning, match="accumulates 3 and changes that"):
+        batch_norm.convert(model, 3)
 
 
 # Recalibration.
@@ -730,6 +772,62 @@ def test_frozen_layers_are_left_alone():
         batch_norm.recalibrate(model, images(24), verbose=0)
 
 
+def test_inputs_are_cast_by_the_layers_that_do_in_training():
+    """Not by the model's policy: ids and large values would lose their digits."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        layers = [
+            keras.Input((6,)),
+            keras.layers.Normalization(mean=1e5, variance=4.0, dtype="float32"),
+            Stock(dtype="float32"),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+        model = keras.Sequential(layers)
+        x = (1e5 + np.random.default_rng(0).normal(size=(32, 6))).astype("float32")
+        batch_norm.recalibrate(model, x, verbose=0)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    expected = (x.astype("float64") - 1e5) / 2
+    assert_close([statistics(model.layers[1])[0]], [expected.mean(0)], 1e-2)
+
+
+def test_weights_that_a_forward_pass_changes_are_put_back():
+    inner = keras.layers.SpectralNormalization(keras.layers.Dense(8))
+    model = keras.Sequential([keras.Input((6,)), inner, Stock()])
+    before = values(inner.variables)
+    batch_norm.recalibrate(model, rows(32, features=6)[0], verbose=0)
+    assert_equal(values(inner.variables), before)
+
+
+def test_a_layer_that_is_not_called_in_training_mode_keeps_its_statistics():
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.base, self.norm, self.unused = Stock(), Stock(), Stock()
+            self.unused.build((None, 6))
+
+        def call(self, x, training=None):
+            return self.norm(self.base(x, training=False), training=training)
+
+    x = rows(32, features=6)[0]
+    model = Net()
+    model(x)
+    batch_norm.recalibrate(model, 3 + x, verbose=0)
+    assert_equal([statistics(model.base)[0]], [np.zeros(6, "float32")])
+    assert abs(statistics(model.norm)[0]).min() > 1
+    only = Net()
+    only(x)
+    only.norm.trainable = False
+    with pytest.raises(ValueError, match="must call a BatchNormalization layer in training mode"):
+        batch_norm.recalibrate(only, x, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_no_data_is_an_error():
+    with pytest.raises(ValueError, match="`data` must have a batch"):
+        batch_norm.recalibrate(conv_net(), images(0), verbose=0)
+
+
 class DataError(Exception):
     pass
 
@@ -785,6 +883,19 @@ def test_group_norm_takes_the_other_weights_over():
     assert_equal(values([group_norm.gamma]), [np.array([1.0, 2.0, 3.0, 4.0], "float32")])
     assert_equal(copied_inner.layers[2].get_weights(), inner.layers[2].get_weights())
     assert_equal(copied_inner.layers[-1].get_weights(), inner.layers[-1].get_weights())
+
+
+def test_group_norm_in_a_graph_with_operations():
+    inputs = keras.Input((6,))
+    scaled = keras.layers.Normalization()
+    scaled.adapt(3 + rows(32, features=6)[0])
+    hidden = keras.layers.Dense(6)(scaled(inputs))
+    model = keras.Model(inputs, keras.ops.relu(Stock()(hidden)) + hidden)
+    copied = batch_norm.replace_with_group_norm(model, groups=2)
+    x = rows(8, features=6)[0]
+    its = next(layer for layer in copied.layers if isinstance(layer, type(scaled)))
+    assert_close(values([its(x)]), values([scaled(x)]))
+    assert not batch_norm._layers_of(copied)
 
 
 def test_group_norm_under_accumulation_is_the_large_batch():

@@ -239,6 +239,12 @@ def test_a_micro_batch_that_is_not_finite_is_left_out(bad, position):
     assert_close(statistics(layer), statistics(clean))
 
 
+def test_means_whose_square_overflows_are_left_out():
+    layer = Pooled(momentum=0.9, accumulation_steps=2)
+    run(layer, [np.full((4, 3), 1e30, "float32"), np.ones((4, 3), "float32")])
+    assert_close(statistics(layer), [np.full(3, 0.1), np.full(3, 0.9)])
+
+
 # Windows.
 
 
@@ -364,9 +370,9 @@ def test_a_scheduler_by_epoch_leads_the_layers_too():
 def test_a_frozen_layer_stays_as_it_is():
     layer = Pooled(momentum=0.9, accumulation_steps=2, trainable=False)
     layer.build((None, 4, 4, 3))
-    before = values(layer.weights)
+    before = values(layer.variables)
     run(layer, np.split(images(4), 2))
-    assert_equal(values(layer.weights), before)
+    assert_equal(values(layer.variables), before)
 
 
 # Files.
@@ -412,7 +418,7 @@ def test_training_goes_on_from_an_open_window(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "m.keras")
     loaded.fit(*second, batch_size=MICRO_BATCH, shuffle=False, verbose=0)
     assert loaded.layers[1].accumulation_steps == N
-    assert_equal(values(loaded.layers[1].weights), values(layer.weights))
+    assert_equal(values(loaded.layers[1].variables), values(layer.variables))
 
 
 def test_a_file_with_an_open_window_is_not_the_stock_layers(tmp_path):

@@ -8,6 +8,7 @@ which it is.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Protocol
 
 import keras
@@ -36,6 +37,24 @@ def on_all_replicas(flag: Tensor) -> Tensor:
     from keras_ga.engines.tensorflow import on_all_replicas
 
     return on_all_replicas(flag)
+
+
+def sum_over_replicas(value: Tensor) -> Tensor:
+    """The sum of a number over the replicas of a TensorFlow strategy; elsewhere the number."""
+    if keras.backend.backend() != "tensorflow":
+        return value
+    from keras_ga.engines.tensorflow import sum_over_replicas
+
+    return sum_over_replicas(value)
+
+
+def outside_of_a_trace() -> contextlib.AbstractContextManager[Any]:
+    """Where variables can be read and set at once, though TensorFlow may be tracing a step."""
+    if keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    from keras_ga.engines.tensorflow import outside_of_a_trace
+
+    return outside_of_a_trace()
 
 
 def create(window: Window, inner_optimizer: Any) -> Engine:

@@ -137,10 +137,13 @@ class StrategyEngine:
         window, extended = self._window, self._strategy.extended
         kept = [*window.accumulators, window.weight_sum]
         to = [*window.variables, window.variables[0]]  # W goes where the first variable is
-        *totals, weight_sum = extended.batch_reduce_to(
-            tf.distribute.ReduceOp.SUM,
-            [(k.value, t.value) for k, t in zip(kept, to, strict=True)],
-        )
+        reduced: dict[int, Any] = {}
+        for dtype in {variable.dtype for variable in kept}:  # a pack has one dtype
+            places = [i for i, variable in enumerate(kept) if variable.dtype == dtype]
+            pairs = [(kept[i].value, to[i].value) for i in places]
+            sums = extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+            reduced.update(zip(places, sums, strict=True))
+        *totals, weight_sum = [reduced[i] for i in range(len(kept))]
         summed = self._strategy.experimental_local_results(weight_sum)[0]
         # A replica's gradient is that of its share of the loss, 1 / replicas of its mean, as Keras
         # has it; so the weights that they are divided by are the replicas' mean.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,20 @@ def engine_for(window: Window, inner_optimizer: Any) -> Any:
 
 def on_all_replicas(flag: Tensor) -> Tensor:
     """Whether a flag holds on all replicas: a reduction of one number."""
-    if not tf.distribute.has_strategy():
-        return flag
+    return sum_over_replicas(tf.cast(tf.logical_not(flag), "float32")) == 0
+
+
+def outside_of_a_trace() -> contextlib.AbstractContextManager[Any]:
+    """The eager context."""
+    return tf.init_scope()
+
+
+def sum_over_replicas(value: Tensor) -> Tensor:
+    """The sum of a number over all replicas, in replica context."""
     replica = tf.distribute.get_replica_context()
-    against = tf.cast(tf.logical_not(flag), "float32")
-    return replica.all_reduce(tf.distribute.ReduceOp.SUM, against) == 0
+    if replica is None or not tf.distribute.has_strategy():
+        return value
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
 class TensorFlowEngine:

@@ -196,6 +196,63 @@ def test_pooled_statistics_over_replicas_are_the_large_batchs():
     assert_replicas_agree([layer.moving_mean, layer.moving_variance])
 
 
+def test_conversion_and_recalibration_outside_the_scope():
+    x, y = rows(ROWS)
+    with STRATEGY.scope():
+        model = pooled_model(1)
+    keras_ga.batch_norm.convert(model, N)
+    model.layers[0].synchronized = True
+    with STRATEGY.scope():
+        model.compile(accumulating(keras.optimizers.SGD(0.0), N), loss="mse")
+    model.fit(x, y, batch_size=MICRO_BATCH, shuffle=False, verbose=0)
+    large, _ = trained(lambda: keras.optimizers.SGD(0.0), LARGE_BATCH, epochs=1,
+                       make_model=lambda: pooled_model(1))  # fmt: skip
+    layer, its = model.layers[0], large.layers[0]
+    expected = values([its.moving_mean, its.moving_variance])
+    assert_close(values([layer.moving_mean, layer.moving_variance]), expected)
+    keras_ga.batch_norm.revert(model)
+    layer.synchronized = False
+    keras_ga.batch_norm.recalibrate(model, x, batch_size=MICRO_BATCH, verbose=0)
+    assert_close(values([layer.moving_mean, layer.moving_variance]), [x.mean(0), x.var(0)])
+    assert not layer.synchronized
+
+
+def test_an_open_pool_travels_between_strategies(tmp_path):
+    """What is pooled counts by its rows, on however many replicas they were."""
+    x, y = rows((N + 2) * MICRO_BATCH)
+    more = rows(MICRO_BATCH, seed=1)
+    saved, _ = trained(
+        momentum, MICRO_BATCH, steps=N, strategy=STRATEGY, epochs=1, data=(x, y),
+        make_model=lambda: pooled_model(N),
+    )  # fmt: skip
+    saved.save_weights(tmp_path / "m.weights.h5")
+    if REPLICAS != 2:
+        return
+    # On one device the layer need not be synchronised, and the window goes on.
+    other = pooled_model(N)
+    other.compile(accumulating(momentum(), N), loss="mse")
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "m.weights.h5")
+    before = values([other.layers[0].moving_mean])[0]
+    other.fit(*more, batch_size=MICRO_BATCH, shuffle=False, verbose=0)
+    window = np.concatenate([x[N * MICRO_BATCH :], more[0]])
+    expected = 0.9 * before + 0.1 * window.mean(0)
+    assert_close(values([other.layers[0].moving_mean]), [expected])
+
+
+def test_accumulators_of_another_dtype():
+    def make():
+        return keras.optimizers.SGD(0.1)
+
+    with STRATEGY.scope():
+        model = dense_model()
+        wrapper = accumulating(make(), N, accumulator_dtype="bfloat16")
+        model.compile(wrapper, loss="mse")
+    model.fit(*rows(ROWS), batch_size=MICRO_BATCH, epochs=2, shuffle=False, verbose=0)
+    large, _ = trained(make, LARGE_BATCH)
+    assert_close(values(model.trainable_variables), large.get_weights(), 1e-2)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_embeddings(name):
     """Against the dense gradient: Keras's sparse one differs on repeated rows, on one device."""

@@ -41,7 +41,7 @@ def model_parallel():
     # Patterns match whole paths: without the `.*` they match nothing, in silence.
     layout[".*wide/kernel"] = (None, "model")
     layout[".*wide/bias"] = ("model",)
-    layout[".*narrow/kernel"] = ("model", None)
+    layout[".*narrow/kernel"] = ("model",)  # the last ones may be left out
     return keras.distribution.ModelParallel(
         layout_map=layout, batch_dim_name="batch", auto_shard_dataset=False
     )
