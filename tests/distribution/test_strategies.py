@@ -4,7 +4,9 @@ TensorFlow's logical devices and XLA's host devices must be set before a backend
 two strategies of different size can't live in one process.
 """
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +50,33 @@ def test_mirrored_on_four_devices():
 
 def test_sharded_on_eight_devices():
     run("sharded_cases.py", replicas=8, backend="jax")
+
+
+def test_two_workers_agree_on_an_overflow_of_one():
+    """Keras's own loss scale hangs here."""
+    if keras.config.backend() != "tensorflow":
+        pytest.skip("needs the tensorflow backend")
+    free = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in free]
+    for each in free:
+        each.close()
+    workers = []
+    for index in range(2):
+        task = {"type": "worker", "index": index}
+        cluster = json.dumps({"cluster": {"worker": addresses}, "task": task})
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, HERE / "overflow_worker.py"],
+                env={**os.environ, "TF_CONFIG": cluster, "CUDA_VISIBLE_DEVICES": "-1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [worker.communicate(timeout=120) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()  # a hung one does not heed SIGTERM
+    for output, errors in outputs:
+        assert "RESULT [4.0, 2.0, 4.0] [-5.5, -5.5, -5.5]" in output, output + errors[-3000:]
