@@ -12,7 +12,7 @@ import pytest
 from support import BACKEND
 
 # Every start imports the backend: one is killed often, the others now and then.
-KILLS = {"jax": (7, 3)}.get(BACKEND, (3, 2))
+KILLS = {"jax": (8, 4), "torch": (4, 2)}.get(BACKEND, (1, 1))
 SECONDS = 300
 
 COMMON = """

@@ -90,7 +90,6 @@ def assert_replicas_agree(variables):
 
 CLIPPING = [{}, {"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"clipvalue": 0.02}]
 OPTIMIZERS = {
-    "sgd": keras.optimizers.SGD,
     "momentum": lambda rate, **a: keras.optimizers.SGD(rate, momentum=0.9, **a),
     "adam": keras.optimizers.Adam,
 }
@@ -107,7 +106,7 @@ def test_clips_what_one_device_would(name, clipping):
     assert_close(values(model.trainable_variables), large.get_weights())
     assert_replicas_agree(model.trainable_variables)
     assert_equal(values([optimizer.iterations, optimizer.micro_steps]), [6, 18])
-    if clipping and name != "adam":
+    if clipping and name == "momentum":
         # Guards the test: Keras alone clips on each replica, before it sums.
         bare, _ = trained(make, LARGE_BATCH, strategy=STRATEGY)
         assert_differ(values(bare.trainable_variables), large.get_weights(), by=1e-3)
@@ -253,7 +252,7 @@ def test_accumulators_of_another_dtype():
     assert_close(values(model.trainable_variables), large.get_weights(), 1e-2)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_embeddings(name):
     """Against the dense gradient: Keras's sparse one differs on repeated rows, on one device."""
     x = np.random.default_rng(0).integers(0, 7, size=(ROWS, 4))
@@ -639,8 +638,7 @@ def totals(optimizer):
 
 
 @pytest.mark.parametrize("kind", ["keras", "weights", "checkpoint"])
-@pytest.mark.parametrize("saved_under", [0, 1], ids=["one device saved", "mirrored saved"])
-@pytest.mark.parametrize("loaded_under", [0, 1], ids=["one device loads", "mirrored loads"])
+@pytest.mark.parametrize(("saved_under", "loaded_under"), [(0, 1), (1, 0), (1, 1)])
 def test_an_open_window_travels_between_strategies(tmp_path, kind, saved_under, loaded_under):
     source, target = [(None, STRATEGY)[i] for i in (saved_under, loaded_under)]
     model, optimizer = half_trained(source)
