@@ -12,7 +12,7 @@ import pytest
 from support import BACKEND
 
 # Every start imports the backend: one is killed often, the others now and then.
-KILLS = {"jax": (8, 4), "torch": (4, 2)}.get(BACKEND, (1, 1))
+KILLS = {"jax": (5, 3), "torch": (6, 4)}.get(BACKEND, (1, 1))
 SECONDS = 300
 
 COMMON = """
