@@ -12,7 +12,9 @@ import pytest
 from support import BACKEND
 
 # Every start imports the backend: one is killed often, the others now and then.
-KILLS = {"jax": (5, 3), "torch": (6, 4)}.get(BACKEND, (1, 1))
+KILLS = {"jax": (6, 3), "torch": (7, 4)}.get(BACKEND, (1, 1))
+if BACKEND == "tensorflow":
+    pytestmark = pytest.mark.slow
 SECONDS = 300
 
 COMMON = """

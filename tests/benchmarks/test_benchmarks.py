@@ -167,6 +167,7 @@ def test_communication_refuses_what_it_cannot_count(option, value, message, tmp_
     assert message in process.stderr
 
 
+@pytest.mark.slow
 def test_batch_norm(tmp_path):
     needs("jax")
     pytest.importorskip("sklearn", reason="the rows are scikit-learn's digits")
@@ -214,6 +215,7 @@ def test_gpu_check_without_a_gpu(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_gpu_check_dry_run(tmp_path):
     needs("jax")
     dry = ["--device", "cpu", "--small", "--backends", "jax", "--minutes", "9"]

@@ -43,6 +43,7 @@ def test_mirrored_on_two_devices(part):
     run("mirrored_cases.py", "-k", part, replicas=2, backend="tensorflow")
 
 
+@pytest.mark.slow
 def test_mirrored_on_four_devices():
     part = "(clips and momentum and global) or unknown or overflow"
     run("mirrored_cases.py", "-k", part, replicas=4, backend="tensorflow")

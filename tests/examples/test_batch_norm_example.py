@@ -114,6 +114,7 @@ def test_draws_a_picture(short_run):
     assert picture.std() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

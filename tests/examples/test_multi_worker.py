@@ -115,6 +115,7 @@ def test_a_killed_worker_ends_the_job_which_resumes_bit_for_bit(unbroken, tmp_pa
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_without_a_cluster_it_starts_one(tmp_path):
     done = subprocess.run(
         [sys.executable, SCRIPT, *OPTIONS, "1"], capture_output=True, text=True, timeout=SECONDS
@@ -125,6 +126,7 @@ def test_without_a_cluster_it_starts_one(tmp_path):
     assert away < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "cluster", "message"),
     [

@@ -104,6 +104,7 @@ def test_without_a_network_says_what_to_do(tmp_path):
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
