@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, final
 
 import keras
+from keras import ops
 
 from keras_ga import engines
 from keras_ga.window import Tensor
@@ -65,4 +66,5 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def check_finite(self, grads: list[Tensor | None]) -> Tensor:
         """Whether all gradients are finite, on all replicas: scalar bool tensor."""
-        return engines.on_all_replicas(super().check_finite(grads))
+        overflows = ops.cast(ops.logical_not(super().check_finite(grads)), "float32")
+        return ops.equal(engines.sum_over_replicas(overflows), 0)

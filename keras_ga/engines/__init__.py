@@ -30,15 +30,6 @@ class Engine(Protocol):
 DISAGREES = "Under `mixed_float16` replicas must agree"
 
 
-def on_all_replicas(flag: Tensor) -> Tensor:
-    """Whether a flag holds on all replicas of a TensorFlow strategy; elsewhere the flag itself."""
-    if keras.backend.backend() != "tensorflow":
-        return flag
-    from keras_ga.engines.tensorflow import on_all_replicas
-
-    return on_all_replicas(flag)
-
-
 def sum_over_replicas(value: Tensor) -> Tensor:
     """The sum of a number over the replicas of a TensorFlow strategy; elsewhere the number."""
     if keras.backend.backend() != "tensorflow":

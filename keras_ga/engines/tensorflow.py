@@ -31,11 +31,6 @@ def engine_for(window: Window, inner_optimizer: Any) -> Any:
     return StrategyEngine(window, inner_optimizer, tf.distribute.get_strategy())
 
 
-def on_all_replicas(flag: Tensor) -> Tensor:
-    """Whether a flag holds on all replicas: a reduction of one number."""
-    return sum_over_replicas(tf.cast(tf.logical_not(flag), "float32")) == 0
-
-
 def outside_of_a_trace() -> contextlib.AbstractContextManager[Any]:
     """The eager context."""
     return tf.init_scope()
