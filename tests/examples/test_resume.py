@@ -1,0 +1,45 @@
+"""The training that is killed in mid-window ends on the bits of the one that never stops."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+for needed in ("sklearn", "rich"):
+    pytest.importorskip(needed, reason="the examples need the extra `examples`")
+SCRIPT = Path(__file__).parents[2] / "examples" / "resume.py"
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
+        check=False,
+    )
+
+
+def test_killed_in_mid_window_it_ends_on_the_same_bits(tmp_path):
+    file = tmp_path / "figures.json"
+    done = run("--epochs", 1, "--kills", 1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    first, second = figures["starts"]
+    assert (first["micro_steps"], first["end"], second["end"]) == (0, "killed", "done")
+    assert second["micro_steps"] >= 56
+    assert second["pending"] > 0
+    assert figures["resumed"] == 0
+    assert figures["window_lost"] > 1e-3
+    assert "0: equal bit for bit" in done.stdout
+
+
+@pytest.mark.slow
+def test_checkpoints_that_never_see_an_open_window_are_refused():
+    done = run("--save-every", 16)
+    assert done.returncode == 2
+    assert "--save-every must not be a multiple of --accumulation-steps" in done.stderr
