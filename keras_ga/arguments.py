@@ -51,6 +51,28 @@ def checked_steps(name: str, value: Any) -> int:
     return int(value)
 
 
+def checked_micro_batch_size(value: Any) -> int | None:
+    """A number of rows, or None for `"auto"`."""
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(
+            "`micro_batch_size` must be an int >= 1 or 'auto', because rows are counted. Pass "
+            f"'auto' to have the largest found that fits. {_received('micro_batch_size', value)}"
+        )
+    return None if isinstance(value, str) else checked_steps("micro_batch_size", value)
+
+
+def checked_divisor(value: Any) -> Any:
+    """A function, a dict of functions, or None."""
+    functions = value.values() if isinstance(value, dict) else [value]
+    if value is not None and not all(map(callable, functions)):
+        raise TypeError(
+            "`divisor` must be a function of `y_true`, or a dict from losses' names to such, "
+            "because it computes what a loss divides by. Pass e.g. lambda y: ops.sum(y != -1). "
+            f"{_received('divisor', value)}"
+        )
+    return value
+
+
 def checked_schedule_value(value: Any) -> Any:
     """What a schedule of N returns: an int >= 1, or a tensor, which is taken as it is."""
     is_a_tensor = hasattr(value, "shape") and not isinstance(value, np.ndarray | np.generic)

@@ -139,9 +139,9 @@ def adjust_momentum(
     steps = checked_steps("accumulation_steps", accumulation_steps)
     updates = None if updates is None else checked_steps("updates", updates)
     _Advice.needed = False
-    repeated = _called_repeatedly(model)
+    repeated = called_repeatedly(model)
     rows, changed = [], False
-    for layer in _layers_of(model):
+    for layer in layers_of(model):
         if isinstance(layer, layers.BatchNormalization):
             row = _Row(_name(layer), layer.momentum, layer.momentum, layer.trainable, "pooled")
         else:
@@ -173,7 +173,7 @@ def restore_momentum(model: keras.Model) -> None:
         model: The model that was given to `adjust_momentum`.
     """
     changed = False
-    for layer in _layers_of(model):
+    for layer in layers_of(model):
         before = _momenta(layer)
         written = _momenta_as_written(layer)
         _set_momenta(layer, written, written)
@@ -239,7 +239,7 @@ def lag_after(model: keras.Model, updates: int, accumulation_steps: int) -> floa
     return max(
         (
             layer.momentum ** (accumulation_steps * updates)
-            for layer in _layers_of(model)
+            for layer in layers_of(model)
             if layer.trainable and not isinstance(layer, layers.BatchNormalization)
         ),
         default=0.0,
@@ -283,8 +283,8 @@ def convert(model: keras.Model, accumulation_steps: int) -> int:
     ```
     """
     steps = checked_steps("accumulation_steps", accumulation_steps)
-    found = list(_layers_of(model))
-    _refuse(_reasons_not_to_convert(found, _called_repeatedly(model)), "convert")
+    found = list(layers_of(model))
+    _refuse(_reasons_not_to_convert(found, called_repeatedly(model)), "convert")
     if not found:
         raise ValueError(
             "`model` must have a BatchNormalization layer, because there is nothing to convert "
@@ -336,7 +336,7 @@ def revert(model: keras.Model) -> int:
 
 def pooled_layers(model: keras.Model) -> list[layers.BatchNormalization]:
     """The layers of a model that pool the statistics of a window."""
-    return [x for x in _layers_of(model) if isinstance(x, layers.BatchNormalization)]
+    return [x for x in layers_of(model) if isinstance(x, layers.BatchNormalization)]
 
 
 def _reasons_not_to_convert(
@@ -459,7 +459,7 @@ def recalibrate(
     References:
         - Izmailov et al., 2018, https://arxiv.org/abs/1803.05407, who end on such a pass
     """
-    found = [layer for layer in _layers_of(model) if layer.trainable]
+    found = [layer for layer in layers_of(model) if layer.trainable]
     # Pooled over all of its calls, a shared layer is right.
     _refuse(_reasons_not_to_convert(found, {}), "recalibrate")
     if not found:
@@ -582,7 +582,7 @@ def replace_with_group_norm(model: keras.Model, groups: int = 8) -> keras.Model:
         f"{_name(layer)} in {_name(outer)}"
         for outer in _leaves_of(model)
         if not _is_batch_norm(outer)
-        for layer in _layers_of(outer)
+        for layer in layers_of(outer)
     ]
     if inside:
         raise ValueError(
@@ -684,7 +684,7 @@ def _is_batch_norm(layer: keras.layers.Layer) -> bool:
     return isinstance(layer, keras.layers.BatchNormalization)
 
 
-def _layers_of(model: keras.layers.Layer) -> list[keras.layers.Layer]:
+def layers_of(model: keras.layers.Layer) -> list[keras.layers.Layer]:
     """A model's BatchNormalization layers, each once."""
     # Private (Keras 3.15): `model.layers` does not reach into lists, dicts and wrappers.
     return [layer for layer in model._flatten_layers() if _is_batch_norm(layer)]
@@ -704,7 +704,7 @@ def _leaves_of(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
         yield from _leaves_of(layer)
 
 
-def _called_repeatedly(model: keras.Model) -> dict[keras.layers.Layer, str]:
+def called_repeatedly(model: keras.Model) -> dict[keras.layers.Layer, str]:
     """The BatchNormalization layers that a step calls more than once, as far as can be seen."""
     times = {
         layer: f"called {number} times per step"
@@ -713,7 +713,7 @@ def _called_repeatedly(model: keras.Model) -> dict[keras.layers.Layer, str]:
     }
     loops = (keras.layers.TimeDistributed, keras.layers.RNN)
     for loop in (layer for layer in model._flatten_layers() if isinstance(layer, loops)):
-        times |= dict.fromkeys(_layers_of(loop), "called at each time step")
+        times |= dict.fromkeys(layers_of(loop), "called at each time step")
     return times
 
 
@@ -724,7 +724,7 @@ def _calls_in_graph(layer: keras.layers.Layer) -> Counter[keras.layers.Layer]:
     nodes = [node for depth in getattr(graph, "_nodes_by_depth", {}).values() for node in depth]
     called = [node.operation for node in nodes if not node.is_input]
     if not nodes:
-        return Counter(_layers_of(layer))
+        return Counter(layers_of(layer))
     calls: Counter[keras.layers.Layer] = Counter()
     for operation in called:
         if isinstance(operation, keras.layers.Layer):

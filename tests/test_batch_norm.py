@@ -67,7 +67,7 @@ class Containers(keras.Model):
 
 
 def momenta(model):
-    return [layer.momentum for layer in batch_norm._layers_of(model)]
+    return [layer.momentum for layer in batch_norm.layers_of(model)]
 
 
 @pytest.mark.filterwarnings("ignore:Running statistics may be off")
@@ -558,7 +558,7 @@ def test_mobilenet_converts_and_reverts(tmp_path):
     assert_equal(values([model(x)]), before)
     model.save(tmp_path / "m.keras")
     loaded = keras.saving.load_model(tmp_path / "m.keras")
-    assert {type(layer) for layer in batch_norm._layers_of(loaded)} == {Stock}
+    assert {type(layer) for layer in batch_norm.layers_of(loaded)} == {Stock}
     assert_equal(values([loaded(x)]), before)
 
 
@@ -700,7 +700,7 @@ def test_statistics_are_those_of_the_data(kind):
         batch_norm.recalibrate(model, data, batch_size=batch_size, verbose=0)
     flat = x.reshape(-1, 3)
     assert_close(statistics(model.layers[0]), [flat.mean(0), flat.var(0)])
-    assert {type(layer) for layer in batch_norm._layers_of(model)} == {Stock}
+    assert {type(layer) for layer in batch_norm.layers_of(model)} == {Stock}
 
 
 def test_recalibration_touches_nothing_else():
@@ -709,7 +709,7 @@ def test_recalibration_touches_nothing_else():
     model.compile(accumulating(keras.optimizers.Adam()), loss="mse")
     y = np.zeros((24, 3), "float32")
     model.fit(x, y, batch_size=2, verbose=0)
-    norms = batch_norm._layers_of(model)
+    norms = batch_norm.layers_of(model)
     running = {id(v) for layer in norms for v in (layer.moving_mean, layer.moving_variance)}
     others = [v for v in model.variables if id(v) not in running]
     others += model.optimizer.variables
@@ -850,7 +850,7 @@ def test_data_that_fails_changes_nothing(fault):
     if fault == "empty":
         assert "`data` must have valid, finite entries" in str(caught.value)
     assert_equal(values(model.variables), before)
-    assert {type(layer) for layer in batch_norm._layers_of(model)} == {Stock}
+    assert {type(layer) for layer in batch_norm.layers_of(model)} == {Stock}
     model.fit(x, np.zeros((24, 3)), batch_size=6, verbose=0)
 
 
@@ -875,8 +875,8 @@ def test_group_norm_takes_the_other_weights_over():
     model = keras.Model(inputs, [inner(inputs), Stock(axis=-1, center=False)(inputs)])
     inner.layers[3].gamma.assign([1.0, 2.0, 3.0, 4.0])
     copied = batch_norm.replace_with_group_norm(model, groups=1)
-    assert not batch_norm._layers_of(copied)
-    assert len(batch_norm._layers_of(model)) == 3
+    assert not batch_norm.layers_of(copied)
+    assert len(batch_norm.layers_of(model)) == 3
     copied_inner = copied.get_layer(inner.name)
     group_norm = copied_inner.layers[3]
     assert isinstance(group_norm, keras.layers.GroupNormalization)
@@ -895,7 +895,7 @@ def test_group_norm_in_a_graph_with_operations():
     x = rows(8, features=6)[0]
     its = next(layer for layer in copied.layers if isinstance(layer, type(scaled)))
     assert_close(values([its(x)]), values([scaled(x)]))
-    assert not batch_norm._layers_of(copied)
+    assert not batch_norm.layers_of(copied)
 
 
 def test_group_norm_under_accumulation_is_the_large_batch():
