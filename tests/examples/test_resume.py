@@ -26,7 +26,7 @@ def run(*arguments):
 
 def test_killed_in_mid_window_it_ends_on_the_same_bits(tmp_path):
     file = tmp_path / "figures.json"
-    done = run("--epochs", 1, "--kills", 1, "--json", file)
+    done = run("--epochs", 1, "--kills", 1, "--save-every", 20, "--json", file)
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     first, second = figures["starts"]
