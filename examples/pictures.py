@@ -57,8 +57,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.plot(line.x, line.y, **line.style)
     axes.set(xscale=panel.scales[0], yscale=panel.scales[1])
     for axis, scale in ((axes.xaxis, panel.scales[0]), (axes.yaxis, panel.scales[1])):
-        logarithmic = scale == "log"
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if logarithmic else MaxNLocator(5))
+        highest = max(axis.get_data_interval())
+        # Over a few powers of ten these alone say enough.
+        steps = LogLocator(subs=(1,) if highest > 1000 * axis.get_minpos() else (1, 2, 5))
+        axis.set_major_locator(steps if scale == "log" else MaxNLocator(5))
         axis.set_major_formatter("{x:,.6g}")
         axis.set_minor_locator(NullLocator())
     axes.set_title(panel.title, loc="left", size=11, color=INK, pad=10)
