@@ -19,7 +19,7 @@ from keras_ga.arguments import (
 from keras_ga.split import check, memory
 from keras_ga.split.check import SplitCheck
 from keras_ga.split.memory import MicroBatchSize, Trial
-from keras_ga.split.step import Options, TrainStep
+from keras_ga.split.step import Options, TrainStep, check_batch
 
 __all__ = [
     "MicroBatchSize",
@@ -286,6 +286,7 @@ def _prepared(model: keras.Model, data: Any, options: Options) -> tuple[TrainSte
             f"before. Received: model={model.name!r}, not compiled"
         )
     data = keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), data)
+    check_batch(data)
     of_backend = _of_backend()
     step = TrainStep(model, options, memory.Sizes(None), of_backend.Backend, advise=False)
     return step, of_backend.prepare(step, data)

@@ -28,7 +28,8 @@ from keras import ops
 
 from keras_ga.window import Tensor
 
-# Private (Keras 3.15); no public way to what a mask does to sample weights.
+# Private (Keras 3.15); no public way to masks, and to what they do to sample weights.
+from keras.src.backend import get_keras_mask  # isort: skip
 from keras.src.losses.loss import apply_mask  # isort: skip
 
 _BATCH_WIDE = {
@@ -59,6 +60,8 @@ class Divisors:
         """Whether a loss that was called has a divisor that is a tensor."""
         for entry in self.losses:
             _check(entry.name, entry.loss, advise)
+        if add_loss == "sum":
+            _refuse_activity_regularisers(model)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -200,7 +203,7 @@ def _value_and_divisor(
     finally:
         loss.__dict__.pop("call")
     (values,) = seen
-    masks = [mask for mask in map(_mask, (y_pred, values)) if mask is not None]
+    masks = [mask for mask in map(get_keras_mask, (y_pred, values)) if mask is not None]
     mask = masks[0] & masks[-1] if masks else None
     if tuple(values.shape) == () or loss.reduction == "sum":
         return value, None  # nothing is divided; a scalar is taken as a mean over rows
@@ -212,11 +215,6 @@ def _value_and_divisor(
     if mask is None:
         return value, None
     return value, ops.cast(ops.sum(ops.cast(mask, "float32")), "float32")
-
-
-def _mask(tensor: Any) -> Any:
-    """The mask that Keras's layers attach to a tensor."""
-    return getattr(tensor, "_keras_mask", None)
 
 
 def _ratio(rows: int | Tensor, by: int | Tensor, dtype: Any) -> Tensor | float:
@@ -278,4 +276,19 @@ def _check(name: str, loss: Any, advise: bool) -> None:
             )
             + "`keras_ga.check_split` shows the difference.",
             stacklevel=2,
+        )
+
+
+def _refuse_activity_regularisers(model: keras.Model) -> None:
+    # Private (Keras 3.15): reaches layers in lists and wrappers as well.
+    found = [
+        layer.name
+        for layer in model._flatten_layers()
+        if getattr(layer, "activity_regularizer", None) is not None
+    ]
+    if found:
+        raise ValueError(
+            "`add_loss` must be 'mean' where a layer has an activity regulariser, because that is "
+            "a mean over rows and is added in the same way. Divide what you add by the rows of "
+            f"its batch. Received: add_loss='sum' with {', '.join(found)}"
         )

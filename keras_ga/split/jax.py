@@ -23,14 +23,9 @@ def train_function(step: TrainStep) -> Callable[[Any, Iterator[Any]], Any]:
         batch = next(iterator)
         backend = step.build(batch)
         backend.state = state
-        try:
+        logs = step(batch)
+        for _, batch in zip(range(step.model.steps_per_execution - 1), iterator, strict=False):
             logs = step(batch)
-            for _, batch in zip(range(step.model.steps_per_execution - 1), iterator, strict=False):
-                logs = step(batch)
-        except Exception:
-            # `fit` has taken the values out of the model; a step that failed has not changed them.
-            backend.return_state_to_model()
-            raise
         return logs, backend.state
 
     return train
@@ -78,9 +73,7 @@ class Backend:
     @functools.cached_property
     def _update(self) -> Callable[..., Any]:
         trainable, _, optimizer, _ = self._shardings
-        return self._jit(
-            self._updated, donate_argnums=(0, 1, 2), out_shardings=(trainable, optimizer)
-        )
+        return self._jit(self._updated, donate_argnums=(0, 1), out_shardings=(trainable, optimizer))
 
     @functools.cached_property
     def _shardings(self) -> Any:
@@ -173,8 +166,8 @@ class Backend:
         there = _bytes((self.state, carry.gradients, batch)) // _shards(batch)
         return memory.usable(self.limit(), known.get("bytes_in_use", there))
 
-    def return_state_to_model(self) -> None:
-        """Gives the model back the values that `fit` has taken out of it."""
+    def undo(self) -> None:
+        """Gives the model back the values that `fit` has taken out of it; they are unchanged."""
         trainable, others, optimizer, metrics = self.state
         model = self._model
         model._jax_state = {  # private (Keras 3.15): what `jax_state_sync` reads

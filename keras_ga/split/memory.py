@@ -98,7 +98,7 @@ def halved(size: int, rows: int, error: BaseException) -> int:
             "A micro-batch of one row must fit, because there is no smaller one. What is left: "
             "mixed precision (`keras.config.set_dtype_policy('mixed_bfloat16')`), "
             "rematerialisation (`keras.RematScope`), shorter sequences or smaller images, LoRA, an "
-            "optimizer with less state, more devices. The model's values are those from before the step. "
+            "optimizer with less state, more devices. The model is as it was before the step. "
             f"Received: {error}"
         ) from error
     LOGGER.warning(

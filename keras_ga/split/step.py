@@ -82,6 +82,9 @@ class Backend(Protocol):
     def finish(self, carry: Carry, totals: Any, rows: int) -> Any:
         """Sets what was carried, makes the update, returns the logs."""
 
+    def undo(self) -> None:
+        """Puts back what micro-steps have changed beside what is carried."""
+
     def gradients(self, carry: Carry) -> list[Any]:
         """What is carried of gradients, as arrays; zeros where there are none."""
 
@@ -156,6 +159,7 @@ class TrainStep:
                     carry, totals = self._worked_through(batch, rows, size)
                 break
             except Exception as error:
+                backend.undo()
                 if not (self.sizes.automatic and memory.is_out_of_memory(error)):
                     raise
                 failed = error.with_traceback(None)
@@ -269,7 +273,9 @@ class TrainStep:
         """The gradients of a batch that is worked through in micro-batches; nothing is set."""
         with self.in_place():
             carry, _ = self._worked_through(batch, rows, size)
-            return self.backend.gradients(carry)
+            gradients: list[Any] = self.backend.gradients(carry)
+        self.backend.undo()
+        return gradients
 
     def largest_that_fits(self, batch: Any, rows: int) -> memory.MicroBatchSize:
         """Looks at the batch and its halvings, down to the first that fits; nothing is set."""
@@ -292,6 +298,7 @@ class TrainStep:
                 if not memory.is_out_of_memory(error):
                     raise
                 fits = False
+            self.backend.undo()
             yield memory.Trial(size, fits, None)
             if fits:
                 return

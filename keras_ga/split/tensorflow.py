@@ -105,6 +105,9 @@ class Backend:
         function(carry.gradients, carry.statistics, changed, totals, self._of_rows)
         return {name: self._mean(value) for name, value in carry.logs.items()}
 
+    def undo(self) -> None:
+        """Nothing: no variable has been set."""
+
     def gradients(self, carry: Carry) -> list[Any]:
         """What is carried of gradients, as arrays; of the first replica."""
         local = self._strategy.experimental_local_results
@@ -192,12 +195,29 @@ class Backend:
             model._loss_tracker.update_state(loss * replicas, sample_weight=rows)
             logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         new = {n: scope.get_current_value(v) for n, v in enumerate(step.variables)}
+        if not model.run_eagerly:
+            self._count_batches(new, state, of_rows)
         statistics, changed = step.changed(statistics, new, state, place)
         self._has_gradient |= {n for n, gradient in enumerate(found) if gradient is not None}
         # Sparse ones are made dense: squares of repeated rows are taken of their sum then.
         dense = [None if g is None else tf.convert_to_tensor(g) for g in found]
         sums = [added(*each) for each in zip(gradients, dense, trainable, strict=True)]
         return sums, changed, statistics, logs
+
+    def _count_batches(
+        self, new: dict[int, Tensor], state: dict[int, Tensor], of_rows: Tensor
+    ) -> None:
+        """Lets a batch count once in the logs of single outputs.
+
+        Keras (3.15) weights them with the rows that its trace knows, and it knows none where
+        batches have different numbers of them.
+        """
+        compiled = self._model._compile_loss
+        trackers = {id(variable) for variable in (compiled.variables if compiled else ())}
+        for number, variable in enumerate(self._step.variables):
+            if id(variable) in trackers:
+                share = tf.math.divide_no_nan(1.0, tf.cast(of_rows, new[number].dtype))
+                new[number] = state[number] + (new[number] - state[number]) * share
 
     def _added_divisors(self, totals: Tensor, state: dict[int, Tensor], data: Any) -> Tensor:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

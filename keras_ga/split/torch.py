@@ -39,6 +39,8 @@ class Backend:
     def __init__(self, step: TrainStep):
         self._step, self._model = step, step.model
         self._before: dict[int, Tensor] = {}
+        self._random: list[Tensor] = []
+        self._devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         self._forward = torch.compile(self._loss) if step.model.jit_compile else self._loss
 
     def ready(self, batch: Any) -> Any:
@@ -59,8 +61,11 @@ class Backend:
 
     def start(self, batch: Any) -> Carry:
         """No gradients yet, and the model's values."""
-        # Also what is left of a step that failed.
         self._model.zero_grad()
+        # Keras's dropout without a seed draws from torch's own generator.
+        self._random = [torch.get_rng_state()]
+        if self._devices:
+            self._random.append(torch.cuda.get_rng_state())
         self._before = {n: v.value for n, v in enumerate(self._step.variables)}
         # A variable of its own dtype is added to in its `.grad`, without a copy of it.
         sums = [
@@ -76,7 +81,11 @@ class Backend:
         """The losses' divisors on a micro-batch, added to the totals."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
         step = self._step
-        with step.scope(carry.state), step.divisors.measuring() as measured:
+        with (
+            torch.random.fork_rng(self._devices),
+            step.scope(carry.state),
+            step.divisors.measuring() as measured,
+        ):
             step.loss(x, y, step.predictions(x), sample_weight)
         return totals + step.divisors.stacked(measured)
 
@@ -124,6 +133,13 @@ class Backend:
         trainable = model.trainable_variables
         model.optimizer.apply(self._found(carry), trainable, **step.weighted(totals, rows))
         return carry.logs
+
+    def undo(self) -> None:
+        """Puts random numbers back; lets go of gradients."""
+        self._model.zero_grad()
+        torch.set_rng_state(self._random[0])
+        if self._devices:
+            torch.cuda.set_rng_state(self._random[1])
 
     def gradients(self, carry: Carry) -> list[Any]:
         """What is carried of gradients, as arrays; leaves none behind."""
