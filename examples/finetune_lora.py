@@ -10,7 +10,7 @@ losses are sums, and so is the window: `reduction="sum"`. What a plain `fit` on 
 is a mean over each, then a mean of those: tokens of micro-batches with short lines weigh more then.
 One model is tuned from the same start in three ways: on whole batches, in that way, and weighted.
 Weighted ends 1e-7 from the whole batch, for adapters on float and on int4 weights; with int8, which
-rounds activations too, up to 1e-4, since float32 rounding now and then tips one over into the next.
+rounds activations too, some 1e-6, since float32 rounding now and then tips one over into the next.
 (`token_weights.py` does the same in a training loop of one's own, with `apply(weight=...)`.)
 
 It runs offline: the model is a tiny one that reads bytes, and has been trained for some seconds on
@@ -117,10 +117,16 @@ def model_and_rows(
 
 
 def add_adapters(model: keras.Model, chosen: argparse.Namespace) -> dict[str, int]:
-    """Quantises the weights if asked to, adds adapters, and returns what accumulators take."""
+    """Quantises the weights if asked to, adds adapters, and returns what accumulators take.
+
+    With int8 the embedding stays as it is: it makes the logits too, and for that Keras 3.15 rounds
+    what goes in and passes no true gradient on. (The adapters' gradient then points elsewhere: its
+    cosine with that on float weights is -0.5, and 0.9999 with the embedding left out.)
+    """
     all_weights = 4 * model.backbone.count_params()  # float32
     if chosen.quantize:
-        model.backbone.quantize(chosen.quantize)
+        keep = keras.layers.ReversibleEmbedding if chosen.quantize == "int8" else ()
+        model.backbone.quantize(chosen.quantize, filters=lambda layer: not isinstance(layer, keep))
     model.backbone.enable_lora(chosen.rank)
     optimizer = accumulating(keras.optimizers.SGD(0.0), chosen.accumulation_steps, "sum")
     optimizer.build(model.trainable_variables)

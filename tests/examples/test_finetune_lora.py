@@ -30,7 +30,7 @@ def run(*arguments):
 # int8 rounds activations too, and rounding in float32 may tip one over into the next of 255.
 @pytest.mark.parametrize(
     ("quantize", "rounding"),
-    [("int4", 1e-5), pytest.param("int8", 1e-3, marks=pytest.mark.slow)],
+    [("int4", 1e-5), pytest.param("int8", 1e-4, marks=pytest.mark.slow)],
 )
 def test_tokens_weighted_it_is_the_large_batch(tmp_path, quantize, rounding):
     file, picture = tmp_path / "figures.json", tmp_path / "finetune_lora.png"
