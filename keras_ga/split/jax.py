@@ -23,9 +23,14 @@ def train_function(step: TrainStep) -> Callable[[Any, Iterator[Any]], Any]:
         batch = next(iterator)
         backend = step.build(batch)
         backend.state = state
-        logs = step(batch)
-        for _, batch in zip(range(step.model.steps_per_execution - 1), iterator, strict=False):
+        try:
             logs = step(batch)
+            for _, batch in zip(range(step.model.steps_per_execution - 1), iterator, strict=False):
+                logs = step(batch)
+        except Exception:
+            # `fit` has taken the values out of the model; a step that failed has not changed them.
+            backend.return_state_to_model()
+            raise
         return logs, backend.state
 
     return train
@@ -167,7 +172,10 @@ class Backend:
         return memory.usable(self.limit(), known.get("bytes_in_use", there))
 
     def undo(self) -> None:
-        """Gives the model back the values that `fit` has taken out of it; they are unchanged."""
+        """Nothing: values are handed on, not set."""
+
+    def return_state_to_model(self) -> None:
+        """Gives the model back the values that `fit` has taken out of it."""
         trainable, others, optimizer, metrics = self.state
         model = self._model
         model._jax_state = {  # private (Keras 3.15): what `jax_state_sync` reads

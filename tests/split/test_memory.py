@@ -18,25 +18,31 @@ X, Y = data(2 * BATCH)
 class Hungry(keras.layers.Layer):
     """Asks for more memory than any machine has if it gets more than `limit` numbers."""
 
-    def __init__(self, limit, **arguments):
-        super().__init__(**arguments)
-        self.limit = limit
+    limit = None
 
     def call(self, inputs):
-        if inputs.shape[0] is None or np.prod(inputs.shape) <= self.limit:
+        if self.limit is None:
             return inputs
+        if BACKEND == "tensorflow":  # where a trace may serve several lengths
+            import tensorflow as tf
+
+            count = tf.where(tf.size(inputs) > self.limit, tf.constant(2**46, "int64"), 1)
+            return inputs + 0 * tf.reduce_max(tf.fill([count], tf.reduce_max(inputs)))
+        if ops.size(inputs) <= self.limit:
+            return inputs
+        numbers = ops.arange(2**23, dtype="float32")
+        waves = ops.sin(numbers[None] * numbers[:, None] + ops.stop_gradient(ops.max(inputs)))
         # 2**46 numbers, in an order that no compiler can see through.
-        many = ops.repeat(ops.reshape(ops.stop_gradient(inputs), (-1,))[:1], 2**23)
-        return inputs + 0 * ops.max(ops.sort(many[None] * many[:, None], axis=0))
+        return inputs + 0 * ops.max(ops.sort(waves, axis=0))
 
 
 def model(limit=None):
     keras.utils.set_random_seed(0)
     layers = [keras.Input((6,)), keras.layers.Dense(7), keras.layers.BatchNormalization()]
     layers += [keras.layers.Dropout(0.3, seed=7), keras.layers.Dense(3)]
-    layers += [] if limit is None else [Hungry(10**9, name="hungry")]
+    layers += [] if limit is None else [Hungry(name="hungry")]
     model = keras.Sequential(layers)
-    optimizer = keras.optimizers.Adam(0.02, use_ema=True)
+    optimizer = keras.optimizers.Adam(0.02)
     model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
     # Makes losses and metrics, which torch does with numbers.
     model.evaluate(X[:BATCH], Y[:BATCH], verbose=0)
@@ -53,6 +59,10 @@ def fit(model, **arguments):
     arguments = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, **arguments}
     history = model.fit(X, Y, **arguments)
     return history.history
+
+
+def logged(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "keras_ga"]
 
 
 def step_of(model):
@@ -119,8 +129,7 @@ def test_halved_and_made_again_is_the_run_of_that_size(at, monkeypatch, caplog):
     found = model()
     keras_ga.split_batches(found, "auto")
     with caplog.at_level(logging.WARNING, "keras_ga"):
-        first = found.train_on_batch(X[:BATCH], Y[:BATCH])
-        del first
+        found.train_on_batch(X[:BATCH], Y[:BATCH])
     given = model()
     keras_ga.split_batches(given, BATCH)
     given.train_on_batch(X[:BATCH], Y[:BATCH])
@@ -131,24 +140,24 @@ def test_halved_and_made_again_is_the_run_of_that_size(at, monkeypatch, caplog):
     keras_ga.split_batches(given, size)
     assert fit(given) == history
     assert_equal(everything(found), everything(given))
-    lines = [record.getMessage() for record in caplog.records]
+    lines = logged(caplog)
     assert lines[0] == "micro_batch_size 8 -> 4: out of memory; the batch stays 8"
     assert len(lines) == len(at)
     assert int(found.optimizer.iterations) == 5
 
 
 def test_real_out_of_memory_errors(caplog):
-    """At 8 and 4 rows no machine has the memory; with 2 the run is that of 2."""
-    found, given = model(limit=2 * 3), model(limit=2 * 3)
-    keras_ga.split_batches(given, 2)
+    """At 8 rows no machine has the memory; the run is that of 4."""
+    found, given = model(limit=4 * 3), model(limit=4 * 3)
+    keras_ga.split_batches(given, 4)
     keras_ga.split_batches(found, "auto")
     with caplog.at_level(logging.WARNING, "keras_ga"):
         history = fit(found)
     assert history == fit(given)
     assert_equal(everything(found), everything(given))
-    assert caplog.records
+    assert logged(caplog)
     before = everything(found)
-    keras_ga.split_batches(found, 4)
+    keras_ga.split_batches(found, 8)
     with pytest.raises(Exception, match=r"(?i)memory|OOM") as error:
         found.train_on_batch(X[:BATCH], Y[:BATCH])
     assert memory.is_out_of_memory(error.value)
@@ -163,7 +172,7 @@ def test_one_row_that_does_not_fit_says_what_to_try():
     keras_ga.split_batches(hopeless, "auto")
     before = values(hopeless.trainable_variables)
     with pytest.raises(MemoryError, match=r"one row must fit.*mixed_bfloat16.*RematScope.*LoRA"):
-        hopeless.train_on_batch(X[:BATCH], Y[:BATCH])
+        hopeless.train_on_batch(X[:1], Y[:1])
     assert_equal(values(hopeless.trainable_variables), before)
 
 
@@ -183,7 +192,7 @@ def test_a_longer_sequence_has_a_size_of_its_own(caplog):
     def sequences(limit):
         keras.utils.set_random_seed(0)
         inputs = keras.Input((None, 2))
-        hungry = Hungry(10**9)
+        hungry = Hungry()
         x = hungry(keras.layers.Dense(3)(inputs))
         model = keras.Model(inputs, keras.layers.Dense(1)(x))
         model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
@@ -191,16 +200,15 @@ def test_a_longer_sequence_has_a_size_of_its_own(caplog):
         hungry.limit = limit
         return model
 
-    found, whole = sequences(4 * 3 * BATCH), sequences(10**9)
+    found, whole = sequences(8 * 3 * BATCH), sequences(None)
     keras_ga.split_batches(found, "auto")
     with caplog.at_level(logging.WARNING, "keras_ga"):
         for x in batches:
             for trained in (found, whole):
                 trained.train_on_batch(x, x[..., :1])
     step = step_of(found)
-    assert sorted(step.sizes._found.values()) == [2, 8]
-    # On JAX it is planned, elsewhere it is tried.
-    assert len(caplog.records) == (1 if BACKEND == "jax" else 2)
+    assert sorted(step.sizes._found.values()) == [4, 8]
+    assert len(logged(caplog)) == 1
     for a, b in zip(
         values(found.trainable_variables), values(whole.trainable_variables), strict=True
     ):
@@ -249,17 +257,15 @@ def test_find_micro_batch_size(capsys):
 
 def test_find_by_trial_and_its_refusals():
     trained = model(limit=4 * 3)
-    fit_before = everything(trained) if trained.optimizer.built else None
     found = keras_ga.find_micro_batch_size(trained, X, Y, batch_size=BATCH)
     assert found.micro_batch_size == 4
     assert [trial.fits for trial in found.plan] == [False, True]
-    del fit_before
     with pytest.raises(ValueError, match="must have at least `batch_size` rows"):
         keras_ga.find_micro_batch_size(trained, X, Y, batch_size=10**6)
     with pytest.raises(ValueError, match="must be compiled"):
         keras_ga.find_micro_batch_size(keras.Sequential([keras.layers.Dense(1)]), X, Y)
     with pytest.raises(MemoryError, match="one row must fit"):
-        keras_ga.find_micro_batch_size(model(limit=0), X, Y, batch_size=BATCH)
+        keras_ga.find_micro_batch_size(model(limit=0), X, Y, batch_size=1)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="elsewhere random numbers are a variable's")
