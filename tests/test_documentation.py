@@ -146,6 +146,20 @@ def test_docstrings_are_found():
     assert any("model.fit(" in block.code for block in found)
 
 
+# That pages leave nothing out.
+
+
+@pytest.mark.parametrize("name", sorted(set(keras_ga.__all__) - {"__version__"}))
+def test_every_public_name_is_on_the_api_page(name):
+    assert f"::: keras_ga.{name}" in (ROOT / "docs" / "api.md").read_text().splitlines()
+
+
+def test_every_callback_of_keras_is_on_the_callbacks_page():
+    page = (ROOT / "docs" / "callbacks.md").read_text()
+    table = {name for line in page.splitlines() for name in re.findall(r"`(\w+)`", line)}
+    assert {name for name in vars(keras.callbacks) if name[0].isupper()} <= table
+
+
 # The search itself.
 
 
