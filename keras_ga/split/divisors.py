@@ -132,6 +132,8 @@ class Divisors:
         """A compiled loss's value on this micro-batch, times c."""
         local = self._of_this_thread
         value, divisor = _value_and_divisor(loss, y_true, y_pred, sample_weight)
+        if len(value.shape) > 0:
+            value = ops.sum(value)  # of no rows, which Keras (3.15) leaves as none
         if index in self._custom:
             divisor = ops.cast(self._custom[index](y_true), "float32")
         if divisor is not None:

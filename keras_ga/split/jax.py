@@ -88,6 +88,10 @@ class Backend:
     def _jit(self, function: Callable[..., Any], **arguments: Any) -> Any:
         return jax.jit(function, **arguments) if self._compiled else function
 
+    def local(self, batch: Any) -> Any:
+        """The batch as it came."""
+        return batch
+
     def ready(self, batch: Any) -> Any:
         """The batch on the devices."""
         return jax.tree.map(jnp.asarray, batch)

@@ -58,6 +58,9 @@ class Place(NamedTuple):
 class Backend(Protocol):
     """A model's micro-steps on one backend. Rows are those of one device."""
 
+    def local(self, batch: Any) -> Any:
+        """What one device has of a batch."""
+
     def ready(self, batch: Any) -> Any:
         """The batch as the backend wants it."""
 
@@ -148,9 +151,10 @@ class TrainStep:
     def __call__(self, batch: Any) -> Any:
         """One update with a batch; returns its logs."""
         backend = self.backend
-        check_batch(batch)
+        local = backend.local(batch)
+        check_batch(local)
         batch = backend.ready(batch)
-        rows, shape = backend.rows(batch), _shape(batch)
+        rows, shape = backend.rows(batch), _shape(local)
         size = self.sizes.known(shape) or self._size_to_begin_with(batch, rows)
         while True:
             size = max(1, min(size, rows))

@@ -24,7 +24,7 @@ def train_function(step: TrainStep) -> Callable[[Iterator[Any]], Any]:
         batch = next(iterator)
         strategy = step.model.distribute_strategy
         with strategy.scope():
-            step.build(keras.tree.map_structure(lambda leaf: _of_a_replica(leaf, strategy), batch))
+            step.build(_of_first_replica(batch, strategy))
         logs = step(batch)
         for _, batch in zip(range(step.model.steps_per_execution - 1), iterator, strict=False):
             logs = step(batch)
@@ -51,6 +51,10 @@ class Backend:
         self._of_rows: Any = None
         self._has_gradient: set[int] = set()
         """Numbers of the trainable variables that a trace found gradients for."""
+
+    def local(self, batch: Any) -> Any:
+        """What the first replica has of a batch."""
+        return _of_first_replica(batch, self._strategy)
 
     def ready(self, batch: Any) -> Any:
         """The batch as tensors; what `tf.data` calls optional and empty is None."""
@@ -255,10 +259,13 @@ def _first(batch: Any) -> Any:
 def _tensor(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
-    is_one = isinstance(leaf, tf.Tensor | tf.distribute.DistributedValues)
-    return leaf if is_one else tf.convert_to_tensor(leaf)
+    kinds = tf.Tensor | tf.distribute.DistributedValues | tf.SparseTensor | tf.RaggedTensor
+    return leaf if isinstance(leaf, kinds) else tf.convert_to_tensor(leaf)
 
 
-def _of_a_replica(leaf: Any, strategy: tf.distribute.Strategy) -> Any:
-    leaf = _tensor(leaf)
-    return None if leaf is None else strategy.experimental_local_results(leaf)[0]
+def _of_first_replica(batch: Any, strategy: tf.distribute.Strategy) -> Any:
+    def of(leaf: Any) -> Any:
+        leaf = _tensor(leaf)
+        return None if leaf is None else strategy.experimental_local_results(leaf)[0]
+
+    return keras.tree.map_structure(of, batch)

@@ -43,6 +43,10 @@ class Backend:
         self._devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         self._forward = torch.compile(self._loss) if step.model.jit_compile else self._loss
 
+    def local(self, batch: Any) -> Any:
+        """The batch as it came."""
+        return batch
+
     def ready(self, batch: Any) -> Any:
         """The batch as tensors on the model's device."""
         return keras.tree.map_structure(
