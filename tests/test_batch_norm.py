@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import pytest
 from support import (
-    BACKEND,
     LARGE_BATCH,
     MICRO_BATCH,
     N,
@@ -86,11 +85,15 @@ def test_every_kind_of_container_is_searched(built):
 
 
 APPLICATIONS = {"ResNet50": 53, "MobileNetV2": 52, "EfficientNetB0": 49}
-if BACKEND == "jax":  # making them takes long there, and the search is the same
-    APPLICATIONS = {"MobileNetV2": 52}
 
 
-@pytest.mark.parametrize("name", APPLICATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "MobileNetV2" else pytest.mark.slow)
+        for name in APPLICATIONS
+    ],
+)
 def test_keras_applications(name):
     model = getattr(keras.applications, name)(weights=None, input_shape=(32, 32, 3))
     before = momenta(model)
@@ -105,9 +108,9 @@ def test_keras_applications(name):
 def test_keras_hub_models_have_momenta_of_their_own():
     keras_hub = pytest.importorskip("keras_hub")
     backbone = keras_hub.models.ResNetBackbone(
-        input_conv_filters=[8],
+        input_conv_filters=[64],
         input_conv_kernel_sizes=[3],
-        stackwise_num_filters=[8, 8],
+        stackwise_num_filters=[64, 64],
         stackwise_num_blocks=[1, 1],
         stackwise_num_strides=[1, 2],
         block_type="basic_block",
@@ -232,7 +235,7 @@ def test_forgets_per_window_as_it_did_per_step():
 @pytest.mark.parametrize(("micro_batch", "expected"), [(4, -0.238), (2, -0.484)])
 def test_the_variance_between_micro_batches_is_missed_as_predicted(micro_batch, expected):
     """(1 - 1/b) / (1 - 1/(N b)) - 1 for a layer without spatial axes."""
-    updates, steps = 60, 16
+    updates, steps = 20, 16
     rng = np.random.default_rng(0)
     x = rng.normal(size=(updates * steps, micro_batch, 64)).astype("float32")
     large, adjusted, pooled = Stock(momentum=0.9), Stock(momentum=0.9), Pooled(momentum=0.9)
@@ -541,19 +544,32 @@ def test_conversion_in_mid_window_stays_in_step():
     assert int(model.optimizer.pending) == int(model.layers[1].window_step) == 1
 
 
-def test_mobilenet_converts_and_reverts(tmp_path):
-    model = keras.applications.MobileNetV2(
+def mobilenet():
+    return keras.applications.MobileNetV2(
         weights=None, alpha=0.35, input_shape=(32, 32, 3), classes=4
     )
-    x = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
+
+
+def nested():
+    inputs = keras.Input((4, 4, 3))
+    return keras.Model(inputs, Stock()(conv_net()(inputs)))
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "weights"),
+    [(nested, 3, 16), pytest.param(mobilenet, 52, 262, marks=pytest.mark.slow)],
+)
+def test_converts_and_reverts(tmp_path, make, layers, weights):
+    model = make()
+    x = np.random.default_rng(0).normal(size=(2, *model.input_shape[1:])).astype("float32")
     before = values([model(x)])
     count, states = len(model.weights), len(model.variables)
-    assert batch_norm.convert(model, 4) == 52
+    assert batch_norm.convert(model, 4) == layers
     assert len(model.weights) == count
-    assert len(model.variables) == states + 5 * 52
+    assert len(model.variables) == states + 5 * layers
     assert_equal(values([model(x)]), before)
-    assert batch_norm.revert(model) == 52
-    assert len(model.weights) == count == 262
+    assert batch_norm.revert(model) == layers
+    assert len(model.weights) == count == weights
     assert len(model.variables) == states
     assert_equal(values([model(x)]), before)
     model.save(tmp_path / "m.keras")

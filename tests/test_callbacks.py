@@ -19,7 +19,6 @@ from support import (
 
 from keras_ga.callbacks import AccumulationStepsScheduler, FlushPartialWindow, UpdateCounter
 
-EXECUTIONS = [1] if BACKEND == "torch" else [1, 3]
 # 5 micro-batches an epoch: a window of 4 and one of 1, as large batches of 12 rows and of 3.
 SHORT = 5 * MICRO_BATCH
 
@@ -28,9 +27,10 @@ def momentum():
     return keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.1)
 
 
-@pytest.mark.parametrize("steps_per_execution", EXECUTIONS)
-@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(("steps_per_execution", "validate"), [(1, True), (1, False), (3, True)])
 def test_flushing_equals_the_large_batch_where_rows_do_not_divide(steps_per_execution, validate):
+    if BACKEND == "torch" and steps_per_execution > 1:
+        pytest.skip("Keras has no steps_per_execution on torch")
     data, extra = rows(SHORT), {}
     results = []
     for optimizer, size, callbacks in (
@@ -84,8 +84,8 @@ def test_evaluate_and_predict_in_mid_window_touch_nothing():
             self.model.evaluate(*rows(6), verbose=0)
             self.model.predict(rows(6)[0], verbose=0)
 
-    quiet, _ = fitted(accumulating(momentum()), MICRO_BATCH)
-    nosy, _ = fitted(accumulating(momentum()), MICRO_BATCH, callbacks=[Nosy()])
+    quiet, _ = fitted(accumulating(momentum()), MICRO_BATCH, epochs=1)
+    nosy, _ = fitted(accumulating(momentum()), MICRO_BATCH, epochs=1, callbacks=[Nosy()])
     assert_close(nosy.get_weights(), quiet.get_weights(), 0)
 
 

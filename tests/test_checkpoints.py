@@ -62,18 +62,18 @@ def stopped(micro_batches, optimizer=None):
 # Every place in a window.
 
 
-@pytest.mark.parametrize("position", range(N + 1))
+@pytest.mark.parametrize("position", range(N))
 def test_weights_file_at_every_position(tmp_path, position):
     model = stopped(N + position)
     model.save_weights(tmp_path / "m.weights.h5")
     loaded = ready()
     loaded.load_weights(tmp_path / "m.weights.h5")
-    assert int(loaded.optimizer.pending) == position % N
+    assert int(loaded.optimizer.pending) == position
     assert_equal(held(loaded.optimizer), held(model.optimizer))
     assert_equal(go_on(loaded), go_on(model))
 
 
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize("position", [0, 3])
 def test_state_tree(position):
     """What Orbax saves, on JAX."""
     model = stopped(N + position)
@@ -85,7 +85,7 @@ def test_state_tree(position):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's own checkpoints")
-@pytest.mark.parametrize("position", [0, 1, 3])
+@pytest.mark.parametrize("position", [0, 3])
 def test_tensorflow_checkpoint_manager(tmp_path, position):
     import tensorflow as tf
 
@@ -255,13 +255,20 @@ def test_a_file_of_a_later_version_is_refused():
 # Broken files.
 
 
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    model = stopped(N + 2)
+    model.save(folder / "m.keras")
+    model.save_weights(folder / "m.weights.h5")
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["m.keras", "m.weights.h5"])
 @pytest.mark.parametrize("fault", ["cut off", "noise", "empty"])
-def test_a_broken_file_is_an_error_and_changes_nothing(tmp_path, kind, fault):
+def test_a_broken_file_is_an_error_and_changes_nothing(tmp_path, whole_files, kind, fault):
     path = tmp_path / kind
-    model = stopped(N + 2)
-    model.save(path) if kind == "m.keras" else model.save_weights(path)
-    whole = path.read_bytes()
+    whole = (whole_files / kind).read_bytes()
     noise = np.random.default_rng(0).bytes(len(whole) // 2)
     content = {"cut off": whole[: len(whole) // 2], "noise": noise, "empty": b""}
     path.write_bytes(content[fault])

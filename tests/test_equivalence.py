@@ -158,8 +158,8 @@ class Network:
         return [keras.ops.convert_to_tensor(g, dtype=keras.config.floatx()) for g in found]
 
 
-def trained(optimizer, batch_size, layer_arguments, epochs=3):
-    """The variables after three epochs over the rows in order."""
+def trained(optimizer, batch_size, layer_arguments, epochs=2):
+    """The variables after epochs over the rows in order: three updates each."""
     network = Network(**layer_arguments)
     for _ in range(epochs):
         for part in micro_batches(*rows(), batch_size):
@@ -167,14 +167,14 @@ def trained(optimizer, batch_size, layer_arguments, epochs=3):
     return values(network.variables)
 
 
-def both_sides(name, feature, train=trained):
+def both_sides(name, feature, train=trained, updates=6):
     """(weights and averages of the bare optimizer, of the wrapped one)."""
     results = []
     for wrap, batch_size in ((lambda o: o, LARGE_BATCH), (accumulating, MICRO_BATCH)):
         arguments, layer_arguments = FEATURES[feature]()
         inner = optimizer_of(name, arguments)
         weights = train(wrap(inner), batch_size, layer_arguments)
-        assert int(inner.iterations) == 9
+        assert int(inner.iterations) == updates
         results.append(weights + averages(inner))
     return results
 
@@ -185,26 +185,50 @@ def trained_by_fit(optimizer, batch_size, layer_arguments):
 
 
 # Ftrl keeps its own idea of the weights, which a projection contradicts; that magnifies rounding.
-TOLERANCES = {("Ftrl", "constraint"): 1e-5}
+# (Muon with a schedule is skipped in float64.)
+TOLERANCES = {("Ftrl", "constraint"): 1e-5, ("Muon", "schedule"): 1e-6}
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# All are crossed in float64, where a deviation can't pass as rounding. In float32, which could only
+# be wrong by a cast: every optimizer, and every option with the two that differ most.
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        pytest.param(
+            name,
+            feature,
+            marks=()
+            if feature == "plain" or name in ("SGD", "Adam") or (name, feature) in TOLERANCES
+            else pytest.mark.slow,
+        )
+        for name in OPTIMIZERS
+        for feature in FEATURES
+    ],
+)
 def test_equals_the_large_batch(name, feature):
     large, accumulated = both_sides(name, feature)
     assert_close(accumulated, large, TOLERANCES.get((name, feature), 1e-6))
 
 
-# In a compiled step: every optimizer once, and every option with the two that differ most.
+# In a compiled step: every optimizer once, and every option with the two that differ most, by
+# default with the one that it is easier to be wrong with: Adam hides a wrong scale.
+WITH_ADAM = {"weight_decay", "use_ema", "ema_overwrite_frequency", "callable_rate", "constraint"}
 COMPILED = [(name, "plain") for name in OPTIMIZERS]
 COMPILED += [
-    (name, feature) for name in ("SGD", "Adam") for feature in FEATURES if feature != "plain"
+    pytest.param(
+        name,
+        feature,
+        marks=() if (name == "Adam") == (feature in WITH_ADAM) else pytest.mark.slow,
+    )
+    for name in ("SGD", "Adam")
+    for feature in FEATURES
+    if feature != "plain"
 ]
 
 
 @pytest.mark.parametrize(("name", "feature"), COMPILED)
 def test_equals_the_large_batch_in_fit(name, feature):
-    large, accumulated = both_sides(name, feature, trained_by_fit)
+    large, accumulated = both_sides(name, feature, trained_by_fit, updates=9)
     assert_close(accumulated, large)
 
 

@@ -37,6 +37,38 @@ def run(script, *arguments, output, returncode=0):
     return process
 
 
+# Importing a backend is what such a process takes its time for: one for all of a script's errors.
+REFUSED = """
+import json, pathlib, runpy, sys
+script, lines = sys.argv[1:]
+sys.path.insert(0, str(pathlib.Path(script).parent))
+for line in json.loads(lines):
+    sys.argv = [script, *line]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        print(stop.code, file=sys.stderr)
+    print("END", file=sys.stderr)
+"""
+
+
+def assert_refused(script, cases, output):
+    """Each case, some options and a value with a text, ends with code 2 and the text."""
+    lines = json.dumps([[*case[:-1], "--output", str(output)] for case in cases])
+    process = subprocess.run(
+        [sys.executable, "-c", REFUSED, BENCHMARKS / script, lines],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    *errors, rest = process.stderr.split("END\n")
+    assert not rest
+    for (*_, message), error in zip(cases, errors, strict=True):
+        assert message in error
+        assert error.endswith("\n2\n")
+
+
 def read(path):
     figures = json.loads(path.read_text())
     assert set(figures) >= CIRCUMSTANCES
@@ -50,18 +82,19 @@ def assert_picture(path):
 
 
 @pytest.mark.parametrize(
-    ("backend", "options", "name"),
+    ("backend", "options", "steps", "name"),
     [
-        ("jax", [], "micro_step_jax_adam"),
-        ("jax", ["--optimizer", "muon"], "micro_step_jax_muon"),
-        ("tensorflow", [], "micro_step_tensorflow_adam"),
-        ("tensorflow", ["--jit"], "micro_step_tensorflow_jit_adam"),
-        ("torch", [], "micro_step_torch_adam"),
+        # As many parameters as show a copy of them in the plan of the memory.
+        ("jax", ["--parameters", "1M"], [2, 3], "micro_step_jax_adam"),
+        ("jax", ["--parameters", "1k", "--optimizer", "muon"], [2], "micro_step_jax_muon"),
+        ("tensorflow", ["--parameters", "1k"], [2, 3], "micro_step_tensorflow_adam"),
+        ("tensorflow", ["--parameters", "1k", "--jit"], [2], "micro_step_tensorflow_jit_adam"),
+        ("torch", ["--parameters", "1k"], [2, 3], "micro_step_torch_adam"),
     ],
 )
-def test_micro_step(backend, options, name, tmp_path):
+def test_micro_step(backend, options, steps, name, tmp_path):
     needs(backend)
-    sizes = ["--parameters", "1k", "--accumulation-steps", "2,3", "--batch-size", "2"]
+    sizes = ["--accumulation-steps", ",".join(map(str, steps)), "--batch-size", "2"]
     turns = ["--rounds", "2", "--steps-per-round", "4"]
     process = run("micro_step.py", "--backend", backend, *options, *sizes, *turns, output=tmp_path)
     figures = read(tmp_path / f"{name}.json")
@@ -69,7 +102,7 @@ def test_micro_step(backend, options, name, tmp_path):
     sides = {"floor", "bare", "Keras option", "keras_ga"}
     if backend == "jax":
         sides.add("optax.MultiSteps")
-    assert [row["accumulation_steps"] for row in figures["rows"]] == [2, 3]
+    assert [row["accumulation_steps"] for row in figures["rows"]] == steps
     for row in figures["rows"]:
         assert set(row["sides"]) == sides
         assert set(row["times_keras_ga"]) == sides - {"floor", "keras_ga"}
@@ -77,17 +110,10 @@ def test_micro_step(backend, options, name, tmp_path):
             assert len(side["milliseconds_by_round"]) == 2
             assert side["milliseconds"] > 0
             assert (side["memory_mib"] is not None) == (backend == "jax")
-    assert len(figures["memory_checks"]) == (2 if backend == "jax" else 0)
-    assert all(side in process.stdout for side in sides)
-
-
-def test_micro_step_plans_the_same_memory_at_any_accumulation_steps(tmp_path):
-    needs("jax")
-    sizes = ["--parameters", "1M", "--accumulation-steps", "2", "--rounds", "1"]
-    run("micro_step.py", *sizes, "--steps-per-round", "2", output=tmp_path)
-    checks = read(tmp_path / "micro_step_jax_adam.json")["memory_checks"]
     # No second copy of weights or of the inner optimizer's state; nothing that grows with N.
-    assert [check["holds"] for check in checks] == [True, True]
+    checks = [check["holds"] for check in figures["memory_checks"]]
+    assert checks == ([True, True] if backend == "jax" else [])
+    assert all(side in process.stdout for side in sides)
 
 
 def test_memory_plan(tmp_path):
@@ -154,17 +180,13 @@ def test_communication(backend, tmp_path):
     assert saved == pytest.approx(weights * 7 / 8 / 2**20)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
+def test_communication_refuses_what_it_cannot_count(tmp_path):
+    needs("jax")
+    cases = [
         ("--batch-size", "12", "must divide by 8, because each device takes as many rows"),
         ("--accumulation-steps", "1", "must be at least 2"),
-    ],
-)
-def test_communication_refuses_what_it_cannot_count(option, value, message, tmp_path):
-    needs("jax")
-    process = run("communication.py", option, value, output=tmp_path, returncode=2)
-    assert message in process.stderr
+    ]
+    assert_refused("communication.py", cases, tmp_path)
 
 
 @pytest.mark.slow
@@ -193,19 +215,15 @@ def test_batch_norm(tmp_path):
     assert all(way in process.stdout for way in ways)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
+def test_batch_norm_refuses_what_it_cannot_train(tmp_path):
+    needs("jax")
+    cases = [
         ("--settings", "16x1", "two or more micro-batches of two or more rows"),
         ("--settings", "128", "must be N x rows, such as 16x8"),
         ("--momenta", "0.9,1", "must be numbers between 0 and 1"),
         ("--networks", "transformer", "must be some of convolutions, dense"),
-    ],
-)
-def test_batch_norm_refuses_what_it_cannot_train(option, value, message, tmp_path):
-    needs("jax")
-    process = run("batch_norm.py", option, value, output=tmp_path, returncode=2)
-    assert message in process.stderr
+    ]
+    assert_refused("batch_norm.py", cases, tmp_path)
 
 
 def test_gpu_check_without_a_gpu(tmp_path):

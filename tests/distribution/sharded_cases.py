@@ -1,6 +1,7 @@
 """`keras.distribution` on JAX host devices: run by `test_strategies.py`, in its own process."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -73,15 +74,19 @@ def trained(make_optimizer, batch_size, *, distribution=None, steps=None, **argu
     return model, optimizer
 
 
+@functools.cache  # the same for all distributions
+def weights_on_one_device(name, batch_size):
+    return trained(OPTIMIZERS[name], batch_size)[0].get_weights()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_equals_the_large_batch_on_one_device(distribution, name):
-    large, _ = trained(OPTIMIZERS[name], LARGE_BATCH)
+    large = weights_on_one_device(name, LARGE_BATCH)
     model, optimizer = trained(OPTIMIZERS[name], MICRO_BATCH, distribution=distribution, steps=N)
-    assert_close(model.get_weights(), large.get_weights(), 2e-6)
+    assert_close(model.get_weights(), large, 2e-6)
     assert int(optimizer.iterations) == 6
-    small, _ = trained(OPTIMIZERS[name], MICRO_BATCH)
-    assert_differ(small.get_weights(), large.get_weights(), by=1e-3)
+    assert_differ(weights_on_one_device(name, MICRO_BATCH), large, by=1e-3)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -190,9 +195,9 @@ def in_parts(make_optimizer, axis="batch"):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_accumulators_in_parts_give_the_same_weights(distribution, name):
-    large, _ = trained(OPTIMIZERS[name], LARGE_BATCH)
+    large = weights_on_one_device(name, LARGE_BATCH)
     model, optimizer = trained(in_parts(OPTIMIZERS[name]), MICRO_BATCH, distribution=distribution)
-    assert_close(model.get_weights(), large.get_weights(), 2e-6)
+    assert_close(model.get_weights(), large, 2e-6)
     shapes = {
         a.path.split("/")[-1]: a.value.addressable_shards[0].data.shape
         for a in optimizer._window.accumulators

@@ -38,7 +38,11 @@ def run(cases, *options, replicas, backend):
     assert done.returncode == 0, done.stdout[-8000:]
 
 
-@pytest.mark.parametrize("part", ["clips or optimizers", "not clips and not optimizers"])
+# Two halves, for two processors.
+HALF = "clips or optimizers or travels or embeddings"
+
+
+@pytest.mark.parametrize("part", [HALF, f"not ({HALF})"])
 def test_mirrored_on_two_devices(part):
     run("mirrored_cases.py", "-k", part, replicas=2, backend="tensorflow")
 

@@ -16,6 +16,8 @@ for needed in ("tensorflow_datasets", "sklearn", "matplotlib", "rich"):
 if keras.config.backend() != "tensorflow":
     pytest.skip("once is enough, on the examples' default backend", allow_module_level=True)
 
+# One run of the example is looked at by many tests.
+pytestmark = pytest.mark.xdist_group("batch_norm")
 SCRIPT = Path(__file__).parents[2] / "examples" / "batch_norm.py"
 NAMES = [
     "large batch",

@@ -19,6 +19,8 @@ for needed in ("tensorflow", "sklearn", "rich"):
 if keras.config.backend() != "tensorflow":
     pytest.skip("the strategy is TensorFlow's", allow_module_level=True)
 
+# One run of the example is looked at by many tests.
+pytestmark = pytest.mark.xdist_group("multi_worker")
 SCRIPT = Path(__file__).parents[2] / "examples" / "multi_worker.py"
 OPTIONS = ["--batch-size", "512", "--accumulation-steps", "4", "--save-every", "4", "--epochs"]
 SECONDS = 300

@@ -16,6 +16,8 @@ for needed in ("tensorflow_datasets", "sklearn", "matplotlib", "rich"):
 if keras.config.backend() != "tensorflow":
     pytest.skip("the README runs it on TensorFlow", allow_module_level=True)
 
+# One run of the example is looked at by many tests.
+pytestmark = pytest.mark.xdist_group("quickstart")
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 

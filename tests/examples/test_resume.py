@@ -6,10 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 
 for needed in ("sklearn", "rich"):
     pytest.importorskip(needed, reason="the examples need the extra `examples`")
+if keras.config.backend() != "tensorflow":
+    # Whose start is the slowest, so that its part of `test_crashes.py` is left out by default.
+    pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "examples" / "resume.py"
 
 

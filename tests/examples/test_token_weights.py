@@ -6,9 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 
 pytest.importorskip("rich", reason="the examples need the extra `examples`")
+if keras.config.backend() == "jax":
+    # Of the whole example; weights are tested in `test_custom_loops.py` there too.
+    pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "examples" / "token_weights.py"
 
 
