@@ -16,8 +16,6 @@ for needed in ("tensorflow_datasets", "sklearn", "matplotlib", "rich"):
 if keras.config.backend() != "tensorflow":
     pytest.skip("once is enough, on the examples' default backend", allow_module_level=True)
 
-# One run of the example is looked at by many tests.
-pytestmark = pytest.mark.xdist_group("batch_norm")
 SCRIPT = Path(__file__).parents[2] / "examples" / "batch_norm.py"
 NAMES = [
     "large batch",
@@ -41,9 +39,7 @@ def run_example(*arguments):
     )
 
 
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("batch_norm")
+def short_run(folder):
     process = run_example(
         "--epochs", 1,
         "--micro-batch-size", 32,
@@ -55,7 +51,7 @@ def short_run(tmp_path_factory):
     return folder, process, json.loads((folder / "figures.json").read_text())
 
 
-def test_all_ways_make_the_large_batchs_updates(short_run):
+def all_ways_make_the_large_batchs_updates(short_run):
     _, _, figures = short_run
     assert [way["name"] for way in figures["ways"]] == NAMES
     assert {way["updates"] for way in figures["ways"]} == {1437 // 128}
@@ -63,12 +59,12 @@ def test_all_ways_make_the_large_batchs_updates(short_run):
     assert figures["initial_statistics_left"] == pytest.approx(0.99**11)
 
 
-def test_running_statistics_never_enter_training(short_run):
+def running_statistics_never_enter_training(short_run):
     _, _, figures = short_run
     assert figures["largest_weight_difference"] == 0
 
 
-def test_only_the_first_layer_can_have_the_large_batchs_statistics(short_run):
+def only_the_first_layer_can_have_the_large_batchs_statistics(short_run):
     _, _, figures = short_run
     ways = {way["name"]: way for way in figures["ways"]}
     first = {name: way["first_layer_error"] for name, way in ways.items()}
@@ -84,14 +80,14 @@ def test_only_the_first_layer_can_have_the_large_batchs_statistics(short_run):
     assert deeper["GroupNormalization"] is None
 
 
-def test_recalibration_changes_the_statistics_alone(short_run):
+def recalibration_changes_the_statistics_alone(short_run):
     _, _, figures = short_run
     _, alone, recalibrated, *_ = figures["ways"]
     assert recalibrated["first_layer_error"] != alone["first_layer_error"]
     assert recalibrated["updates"] == alone["updates"]
 
 
-def test_prints_one_table_and_a_verdict_and_nothing_else(short_run):
+def prints_one_table_and_a_verdict_and_nothing_else(short_run):
     folder, process, figures = short_run
     assert process.stderr == ""
     lines = process.stdout.splitlines()
@@ -105,7 +101,7 @@ def test_prints_one_table_and_a_verdict_and_nothing_else(short_run):
     assert "float32 rounding" in figures["verdict"]
 
 
-def test_draws_a_picture(short_run):
+def draws_a_picture(short_run):
     from matplotlib.image import imread
 
     folder, _, _ = short_run
@@ -114,6 +110,17 @@ def test_draws_a_picture(short_run):
     assert width > 1000
     assert height > 500
     assert picture.std() > 0.05
+
+
+def test_a_short_run(tmp_path):
+    """One run for all that is to be seen of it: workers do not share a fixture."""
+    run = short_run(tmp_path)
+    all_ways_make_the_large_batchs_updates(run)
+    running_statistics_never_enter_training(run)
+    only_the_first_layer_can_have_the_large_batchs_statistics(run)
+    recalibration_changes_the_statistics_alone(run)
+    prints_one_table_and_a_verdict_and_nothing_else(run)
+    draws_a_picture(run)
 
 
 @pytest.mark.slow

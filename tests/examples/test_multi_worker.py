@@ -19,8 +19,6 @@ for needed in ("tensorflow", "sklearn", "rich"):
 if keras.config.backend() != "tensorflow":
     pytest.skip("the strategy is TensorFlow's", allow_module_level=True)
 
-# One run of the example is looked at by many tests.
-pytestmark = pytest.mark.xdist_group("multi_worker")
 SCRIPT = Path(__file__).parents[2] / "examples" / "multi_worker.py"
 OPTIONS = ["--batch-size", "512", "--accumulation-steps", "4", "--save-every", "4", "--epochs"]
 SECONDS = 300
@@ -71,16 +69,14 @@ def saved_steps(process):
     return [int(n) for n in re.findall(r"saved after (\d+)", process.output.read_text())]
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unbroken")
+def unbroken_run(folder):
     processes = start(folder, epochs=2)
     codes = finish(processes)
     assert codes == [0, 0], processes[0].output.read_text()[-3000:]
     return folder
 
 
-def test_workers_are_equal_and_so_is_one_process(unbroken):
+def workers_are_equal_and_so_is_one_process(unbroken):
     first, second = weights(unbroken, 0), weights(unbroken, 1)
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -95,8 +91,7 @@ def test_workers_are_equal_and_so_is_one_process(unbroken):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_a_killed_worker_ends_the_job_which_resumes_bit_for_bit(unbroken, tmp_path):
-    folder = tmp_path / "checkpoints"
+def a_killed_worker_ends_the_job_which_resumes_bit_for_bit(unbroken, folder):
     processes = start(folder, epochs=2)
     end = time.monotonic() + SECONDS
     # Two windows, each saved at its end. In mid-window a checkpoint holds the sum of the workers'
@@ -115,6 +110,13 @@ def test_a_killed_worker_ends_the_job_which_resumes_bit_for_bit(unbroken, tmp_pa
     for worker in range(2):
         for one, other in zip(weights(folder, worker), weights(unbroken, worker), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_two_workers(tmp_path):
+    """One unbroken run for both: pytest's workers do not share a fixture."""
+    unbroken = unbroken_run(tmp_path / "unbroken")
+    workers_are_equal_and_so_is_one_process(unbroken)
+    a_killed_worker_ends_the_job_which_resumes_bit_for_bit(unbroken, tmp_path / "checkpoints")
 
 
 @pytest.mark.slow

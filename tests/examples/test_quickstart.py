@@ -16,8 +16,6 @@ for needed in ("tensorflow_datasets", "sklearn", "matplotlib", "rich"):
 if keras.config.backend() != "tensorflow":
     pytest.skip("the README runs it on TensorFlow", allow_module_level=True)
 
-# One run of the example is looked at by many tests.
-pytestmark = pytest.mark.xdist_group("quickstart")
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
@@ -36,9 +34,7 @@ def run_quickstart(*arguments, timeout=600, **environment):
     )
 
 
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quickstart")
+def short_run(folder):
     process = run_quickstart(
         "--epochs", 2,
         "--data-dir", folder / "data",
@@ -49,7 +45,7 @@ def short_run(tmp_path_factory):
     return folder, process, json.loads((folder / "figures.json").read_text())
 
 
-def test_only_keras_ga_stays_on_the_large_batch(short_run):
+def only_keras_ga_stays_on_the_large_batch(short_run):
     _, _, figures = short_run
     large, alone, built_in, ours = figures["ways"]
     updates = 1437 // 128 * 2
@@ -64,7 +60,7 @@ def test_only_keras_ga_stays_on_the_large_batch(short_run):
     assert large["losses"][-1] < large["losses"][0]
 
 
-def test_prints_one_table_and_a_verdict_and_nothing_else(short_run):
+def prints_one_table_and_a_verdict_and_nothing_else(short_run):
     folder, process, figures = short_run
     assert process.stderr == ""
     lines = process.stdout.splitlines()
@@ -77,7 +73,7 @@ def test_prints_one_table_and_a_verdict_and_nothing_else(short_run):
     assert "float32 rounding" in figures["verdict"]
 
 
-def test_draws_a_picture(short_run):
+def draws_a_picture(short_run):
     from matplotlib.image import imread
 
     folder, _, _ = short_run
@@ -88,9 +84,26 @@ def test_draws_a_picture(short_run):
     assert picture.std() > 0.05
 
 
-def test_rows_went_through_tfrecord_files(short_run):
+def rows_went_through_tfrecord_files(short_run):
     folder, _, _ = short_run
     assert list((folder / "data" / "digits").rglob("digits-train.tfrecord*"))
+
+
+def refuses_a_batch_larger_than_the_data(short_run):
+    folder, _, _ = short_run
+    process = run_quickstart("--batch-size", 2048, "--data-dir", folder / "data", timeout=120)
+    assert process.returncode == 2
+    assert "`digits` has only 1437 training rows for a batch of 2048." in process.stderr
+
+
+def test_a_short_run(tmp_path):
+    """One run for all that is to be seen of it: workers do not share a fixture."""
+    run = short_run(tmp_path)
+    only_keras_ga_stays_on_the_large_batch(run)
+    prints_one_table_and_a_verdict_and_nothing_else(run)
+    draws_a_picture(run)
+    rows_went_through_tfrecord_files(run)
+    refuses_a_batch_larger_than_the_data(run)
 
 
 def test_without_a_network_says_what_to_do(tmp_path):
@@ -122,10 +135,3 @@ def test_refuses_sizes_that_cannot_be_compared(option, value, message):
     assert f"error: {option} must" in errors
     assert message in errors
     assert "Traceback" not in errors
-
-
-def test_refuses_a_batch_larger_than_the_data(short_run):
-    folder, _, _ = short_run
-    process = run_quickstart("--batch-size", 2048, "--data-dir", folder / "data", timeout=120)
-    assert process.returncode == 2
-    assert "`digits` has only 1437 training rows for a batch of 2048." in process.stderr
