@@ -124,6 +124,47 @@ def draw_memory_plan(figures: dict[str, Any], title: str, caption: str, path: Pa
     figure.savefig(path, bbox_inches="tight", pad_inches=0.15)
 
 
+def draw_split_batches(figures: dict[str, Any], caption: str, path: Path) -> None:
+    """Draws, for each model, what a step takes against its micro-batch's rows: memory and time."""
+    models = list(dict.fromkeys(row["model"] for row in figures["rows"]))
+    figure = Figure(figsize=(3.6 * len(models) + 1, 3.6), dpi=130, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        rows = [row for row in figures["rows"] if row["model"] == model]
+        places = range(len(rows))
+        for key, color, style in (("times_whole", GREY, "--"), ("share", BLUE, "-")):
+            axes.plot(places, [row[key] for row in rows], style, color=color, linewidth=2)
+        axes.set_xticks(
+            places, [f"{row['rows']}" if row["split"] else f"whole\n{row['rows']}" for row in rows]
+        )
+        last = rows[-1]
+        _note(
+            axes,
+            f"memory {last['share']:.2f}",
+            (places[-1], last["share"]),
+            (0, 7),
+            BLUE,
+            ha="right",
+        )
+        time = f"time {last['times_whole']:.2f}"
+        _note(axes, time, (places[-1], last["times_whole"]), (0, 7), GREY, ha="right")
+        axes.set_ylim(0, max(1.6, 1.2 * max(row["times_whole"] for row in rows)))
+        axes.set_title(model, loc="left", size=11, color=INK)
+        axes.grid(axis="y", color=PALE, linewidth=0.8)
+        bare_axes(axes)
+    figure.suptitle(
+        f"A batch of {figures['batch']} on {figures['backend']}, by its micro-batch; whole = 1",
+        x=0.012,
+        ha="left",
+        size=12,
+        color=INK,
+        weight="bold",
+    )
+    figure.text(0.012, 0.0, caption, ha="left", va="top", size=7, color=GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.15)
+
+
 def _note(
     axes: Axes,
     text: str,

@@ -18,6 +18,12 @@ from keras_ga.window import Tensor, empty_total, wide_dtype
 
 def train_function(step: TrainStep) -> Callable[[Any, Iterator[Any]], Any]:
     """What `make_train_function` makes on JAX: `(state, iterator)` to `(logs, state)`."""
+    if step.sizes.automatic and jax.process_count() > 1:
+        raise ValueError(
+            "`micro_batch_size` must be an int with several processes, because each would find a "
+            "size of its own, and wait for the others for ever. Pass the smallest that any finds. "
+            f"Received: micro_batch_size='auto' with {jax.process_count()} processes"
+        )
 
     def train(state: Any, iterator: Iterator[Any]) -> Any:
         batch = next(iterator)

@@ -265,3 +265,17 @@ def test_correctness_is_the_table_in_the_readme(tmp_path):
         assert measured["built_in"] == pytest.approx(built_in, rel=0.1, abs=1e-6)
         assert measured["keras_ga"] < 1e-6
         assert ours < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_split_batches(backend, tmp_path):
+    needs(backend)
+    options = ["--batch", "8", "--rows", "2", "--models", "decoder", "--rounds", "1"]
+    run("split_batches.py", "--backend", backend, *options, output=tmp_path)
+    figures = json.loads((tmp_path / f"split_batches_{backend}.json").read_text())
+    assert figures.keys() >= CIRCUMSTANCES
+    whole, split = figures["rows"]
+    assert (whole["split"], whole["share"], split["split"]) == (False, 1, True)
+    if backend == "jax":  # planned, so the same each time
+        assert split["share"] < 0.6
+    assert (tmp_path / f"split_batches_{backend}.png").exists()

@@ -308,6 +308,17 @@ def test_planned_memory_falls_with_the_micro_batch():
     assert activations[128] < 0.2 * activations[2048]
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="only JAX has processes that run one program")
+def test_processes_must_not_find_sizes_each(monkeypatch):
+    import jax
+
+    split = model()
+    keras_ga.split_batches(split, "auto")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="must be an int with several processes"):
+        split.train_on_batch(X[:BATCH], Y[:BATCH])
+
+
 def test_words_of_the_backends():
     for text in (
         "RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.",
