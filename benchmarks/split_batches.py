@@ -100,7 +100,10 @@ def memory(arguments: argparse.Namespace, name: str, rows: int) -> int:
     """The memory of a step, measured in a process of its own."""
     command = [sys.executable, __file__, "--backend", arguments.backend, "--only", name, str(rows)]
     done = subprocess.run(
-        [*command, "--batch", str(arguments.batch)], capture_output=True, text=True, check=True
+        [*command, "--batch", str(arguments.batch), "--rows", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return int(done.stdout.split()[-1])
 

@@ -27,6 +27,6 @@ def test_split_is_whole(tmp_path):
     assert done.returncode == 0, done.stderr
     whole, split, small = json.loads(figures.read_text())
     assert split["difference"] < 1e-4
-    assert split["updates"] == whole["updates"] == 13
+    assert split["updates"] == whole["updates"] == 14
     assert small["difference"] > 1e-2
     assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5)
