@@ -27,7 +27,7 @@ def train_function(step: TrainStep) -> Callable[[Any, Iterator[Any]], Any]:
 
     def train(state: Any, iterator: Iterator[Any]) -> Any:
         batch = next(iterator)
-        backend = step.build(batch)
+        backend = step.build(batch, in_fit=True)
         backend.state = state
         try:
             logs = step(batch)

@@ -129,17 +129,19 @@ class TrainStep:
         self.backend: Any = None
         self._depends_on_data: dict[Hashable, bool] = {}
 
-    def build(self, batch: Any) -> Any:
+    def build(self, batch: Any, in_fit: bool = False) -> Any:
         """Makes what depends on the model's variables and losses; returns the backend's part.
 
         Args:
             batch: A batch as one device has it.
+            in_fit: Whether Keras has just made losses and metrics itself, as far as it can.
         """
         if self.backend is not None:
             return self.backend
         model, options = self.model, self.options
-        # Private (Keras 3.15): makes losses and metrics, which else are made in the trace.
-        model._symbolic_build(data_batch=batch)
+        if not in_fit:
+            # Private (Keras 3.15): makes losses and metrics, which else are made in the trace.
+            model._symbolic_build(data_batch=batch)
         self.divisors = Divisors(model, options.divisor, options.add_loss, self._advise)
         self.variables = [*model.non_trainable_variables, *model.metrics_variables]
         numbers = {id(variable): number for number, variable in enumerate(self.variables)}

@@ -21,7 +21,7 @@ def train_function(step: TrainStep) -> Callable[[Any], Any]:
         )
 
     def train(batches: Any) -> Any:
-        step.build(batches[0])
+        step.build(batches[0], in_fit=True)
         return step(batches[0])
 
     return train

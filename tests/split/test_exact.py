@@ -299,6 +299,19 @@ def test_nothing_of_it_is_saved(tmp_path):
     assert "keras_ga" not in model.to_json()
 
 
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.square(y - y_pred)) + sum(self.losses)
+
+
+def test_a_loss_that_the_model_computes():
+    def model():
+        layer = keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1))
+        return OwnLoss([keras.Input((6,)), layer])
+
+    assert_same(Run(model, 3), Run(model))
+
+
 # Refusals.
 
 
