@@ -139,11 +139,15 @@ class TrainStep:
         if self.backend is not None:
             return self.backend
         model, options = self.model, self.options
+        _refuse_layers(model)
         if not in_fit:
             # Private (Keras 3.15): makes losses and metrics, which else are made in the trace.
             model._symbolic_build(data_batch=batch)
         self.divisors = Divisors(model, options.divisor, options.add_loss, self._advise)
         self.variables = [*model.non_trainable_variables, *model.metrics_variables]
+        # As they were when the step was made, so that sums of gradients keep their variables if a
+        # layer is frozen without compiling anew.
+        self.trainable = list(model.trainable_variables)
         numbers = {id(variable): number for number, variable in enumerate(self.variables)}
         self.pooling = Pooling(model, numbers) if options.batch_norm == "pooled" else None
         self._accumulates = isinstance(model.optimizer, GradientAccumulationOptimizer)
@@ -226,11 +230,29 @@ class TrainStep:
         """Where variables have the values of `state`, and are not set."""
         # A regulariser looks for its variable in the scope (Keras 3.15).
         regularised = [v for v in self.model.trainable_variables if v.regularizer is not None]
-        return keras.StatelessScope(
+        scope = keras.StatelessScope(
             [(variable, variable.value) for variable in regularised]
             + [(self.variables[number], value) for number, value in state.items()],
             collect_losses=True,
         )
+        self._mapped = {id(v): scope.get_current_value(v) for v in regularised}
+        return scope
+
+    def check_not_set(self, scope: keras.StatelessScope) -> None:
+        """Refuses a forward pass that sets a variable which the optimizer trains.
+
+        Raises:
+            ValueError: If one was set: it would be lost.
+        """
+        for variable in self.model.trainable_variables:
+            value = scope.get_current_value(variable)
+            # What `scope` maps of these are the variables themselves.
+            if value is not None and value is not self._mapped.get(id(variable)):
+                raise ValueError(
+                    "A layer's `call` must not set a trainable variable, because micro-batches are "
+                    "worked through without setting any. Make it non-trainable, or use "
+                    f"`GradientAccumulationOptimizer`. Received: {variable.path} set in training"
+                )
 
     def predictions(self, x: Any) -> Any:
         """The model's output."""
@@ -336,6 +358,23 @@ class TrainStep:
                 yield memory.Trial(size, fits, needed)
                 if fits or needed is None:
                     return
+
+
+def _refuse_layers(model: keras.Model) -> None:
+    # Private (Keras 3.15): reaches layers in lists and wrappers as well.
+    for layer in model._flatten_layers():
+        spectral = isinstance(layer, keras.layers.SpectralNormalization)
+        if spectral or getattr(layer, "stateful", False):
+            reason = (
+                "it sets its kernel in every forward pass"
+                if spectral
+                else "its state has a row for each row of the batch"
+            )
+            raise ValueError(
+                "`model` must not have a stateful RNN or SpectralNormalization if its batches are "
+                f"split, because {reason}. Use `GradientAccumulationOptimizer`. Received: "
+                f"{layer.name} (of type {type(layer).__name__})"
+            )
 
 
 def share_of(place: Place) -> Any:

@@ -166,7 +166,7 @@ class Backend:
     def _initial(self) -> tuple[list[Tensor], dict[int, Tensor]]:
         gradients = [
             tf.fill(v.shape, tf.constant(empty_total(v), wide_dtype(v.dtype)))
-            for v in self._model.trainable_variables
+            for v in self._step.trainable
         ]
         return gradients, {n: tf.identity(v.value) for n, v in enumerate(self._step.variables)}
 
@@ -183,7 +183,7 @@ class Backend:
     ) -> tuple[list[Tensor], dict[int, Tensor], Any, Any]:
         model, step = self._model, self._step
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        trainable = model.trainable_variables
+        trainable = step.trainable
         rows = _first(data).shape[0]
         place = Place(tf.minimum(before, of_rows), rows, of_rows)
         with tf.GradientTape() as tape, step.scope(state) as scope:
@@ -192,6 +192,7 @@ class Backend:
                 loss = step.loss(x, y, y_pred, sample_weight)
             # The loss and not its gradient: in float16 that would be too large on its way.
             part = model.optimizer.scale_loss(loss * tf.cast(share_of(place), loss.dtype))
+        step.check_not_set(scope)
         found = tape.gradient(part, [variable.value for variable in trainable])
         with scope:
             # Private (Keras 3.15), as its own train step does it.
@@ -243,7 +244,7 @@ class Backend:
         before = {number: tf.identity(variable.value) for number, variable in enumerate(variables)}
         for number, value in {**changed, **step.moved(before, statistics)}.items():
             variables[number].assign(value)
-        trainable = model.trainable_variables
+        trainable = step.trainable
         found = [
             tf.cast(gradient, variable.dtype) if number in self._has_gradient else None
             for number, (gradient, variable) in enumerate(zip(gradients, trainable, strict=True))

@@ -102,6 +102,7 @@ class Backend:
                 y_pred, loss = self._forward(x, y, sample_weight)
             # The loss and not its gradient: in float16 that would be too large on its way.
             scaled = model.optimizer.scale_loss(loss * share_of(place))
+        step.check_not_set(scope)
         if scaled.requires_grad:
             scaled.backward()
         with torch.no_grad():

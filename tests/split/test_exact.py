@@ -349,6 +349,51 @@ def test_pooling_layers_are_refused():
         keras_ga.split_batches(model, 2)
 
 
+class Shrinks(keras.layers.Dense):
+    def call(self, inputs):
+        self.kernel.assign(self.kernel * 0.9)
+        return super().call(inputs)
+
+
+@pytest.mark.parametrize("regularizer", [None, "l2"])
+def test_a_layer_that_sets_what_is_trained_is_refused(regularizer):
+    if BACKEND == "jax":
+        pytest.skip("Keras itself loses it there")
+    model = keras.Sequential([keras.Input((6,)), Shrinks(3, kernel_regularizer=regularizer)])
+    with pytest.raises(ValueError, match="must not set a trainable variable"):
+        Run(lambda: model, 3)
+
+
+def test_layers_that_can_not_be_split_are_refused():
+    spectral = keras.layers.SpectralNormalization(keras.layers.Dense(3))
+    with pytest.raises(ValueError, match="sets its kernel in every forward pass"):
+        Run(lambda: keras.Sequential([keras.Input((6,)), spectral]), 3)
+    if BACKEND == "torch":
+        return  # Keras has none there
+    stateful = keras.layers.GRU(3, stateful=True)
+    model = keras.Sequential([keras.Input(batch_shape=(8, 6, 1)), stateful])
+    model.compile("sgd", "mse")
+    keras_ga.split_batches(model, 4)
+    with pytest.raises(ValueError, match="a row for each row of the batch"):
+        model.train_on_batch(np.ones((8, 6, 1)), np.ones((8, 3)))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a trace is TensorFlow's")
+def test_a_layer_frozen_without_compiling_anew_confuses_no_sums():
+    """What Keras makes of it depends on what it traces anew; it must not end training."""
+    x, y = data(20)
+    model = mlp()
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    keras_ga.split_batches(model, 3)
+    model.fit(x[:16], y[:16], batch_size=BATCH, verbose=0)
+    model.layers[0].trainable = False
+    before = values(model.layers[1].weights)
+    model.fit(x, y, batch_size=BATCH, verbose=0)  # the last micro-batch has a size of its own
+    assert int(model.optimizer.iterations) == 5
+    for now, then in zip(values(model.layers[1].weights), before, strict=True):
+        assert np.abs(now - then).max() > 1e-4
+
+
 def test_rows_that_do_not_agree_lose_nothing():
     model = Subclassed()
     x, y = data()
