@@ -48,6 +48,22 @@ def outside_of_a_trace() -> contextlib.AbstractContextManager[Any]:
     return outside_of_a_trace()
 
 
+def backend() -> str:
+    """The current Keras backend.
+
+    Raises:
+        ValueError: If it can't train.
+    """
+    name = keras.backend.backend()
+    if name not in ("tensorflow", "jax", "torch"):
+        raise ValueError(
+            "The Keras backend must be 'tensorflow', 'jax' or 'torch', because gradients can't be "
+            "taken on another. Set the environment variable KERAS_BACKEND before importing keras. "
+            f"Received: backend={name!r}"
+        )
+    return name
+
+
 def create(window: Window, inner_optimizer: Any) -> Engine:
     """The engine of the current Keras backend.
 
@@ -58,21 +74,15 @@ def create(window: Window, inner_optimizer: Any) -> Engine:
     Raises:
         ValueError: If the backend can't train.
     """
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
+    name = backend()
+    if name == "tensorflow":
         from keras_ga.engines.tensorflow import engine_for
 
         return engine_for(window, inner_optimizer)
-    if backend == "jax":
+    if name == "jax":
         from keras_ga.engines.jax import JaxEngine
 
         return JaxEngine(window, inner_optimizer)
-    if backend == "torch":
-        from keras_ga.engines.torch import TorchEngine
+    from keras_ga.engines.torch import TorchEngine
 
-        return TorchEngine(window, inner_optimizer)
-    raise ValueError(
-        "The Keras backend must be 'tensorflow', 'jax' or 'torch', because gradients can't be "
-        "taken on another. Set the environment variable KERAS_BACKEND before importing keras. "
-        f"Received: backend={backend!r}"
-    )
+    return TorchEngine(window, inner_optimizer)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_ga import batch_norm as norms
+from keras_ga import engines
 from keras_ga.arguments import (
     checked_choice,
     checked_divisor,
@@ -19,7 +20,7 @@ from keras_ga.arguments import (
 from keras_ga.split import check, memory
 from keras_ga.split.check import SplitCheck
 from keras_ga.split.memory import MicroBatchSize, Trial
-from keras_ga.split.step import Options, TrainStep, check_batch
+from keras_ga.split.step import Options, TrainStep, check_batch, refuse_layers
 
 __all__ = [
     "MicroBatchSize",
@@ -61,7 +62,8 @@ def split_batches(
     Not exact: BatchNormalization's forward pass, which sees a micro-batch (its running statistics
     are the batch's in the first such layer); dropout, which draws other masks; losses that compare
     rows with each other (Circle, contrastive ones; Dice and Tversky with `axis=None`).
-    `check_split` tells for a model and a batch.
+    `check_split` tells for a model and a batch. Refused: stateful RNNs, `SpectralNormalization`,
+    and on TensorFlow and torch, in the first step, layers that set a trainable variable.
 
     It is an attribute of this model object: files, clones and pickles have nothing of it. Call it
     before or after `compile`; it holds through later ones.
@@ -86,7 +88,7 @@ def split_batches(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument's value is out of range; if the model has a `train_step` of its
-            own or pooling layers of `keras_ga.layers`.
+            own, pooling layers of `keras_ga.layers`, or layers that can't be split.
 
     Example:
 
@@ -259,14 +261,7 @@ class _Split:
 
 def _of_backend() -> Any:
     """The module with the micro-steps of the current Keras backend."""
-    backend = keras.backend.backend()
-    if backend not in ("tensorflow", "jax", "torch"):
-        raise ValueError(
-            "The Keras backend must be 'tensorflow', 'jax' or 'torch', because gradients can't be "
-            "taken on another. Set the environment variable KERAS_BACKEND before importing keras. "
-            f"Received: backend={backend!r}"
-        )
-    return importlib.import_module(f"keras_ga.split.{backend}")
+    return importlib.import_module(f"keras_ga.split.{engines.backend()}")
 
 
 def _split_of(model: keras.Model) -> _Split:
@@ -321,3 +316,4 @@ def _check_model(model: Any) -> None:
             "calls, and micro-batches within a step are pooled anyway. Call "
             f"`keras_ga.batch_norm.revert(model)` before. Received: model={model.name!r}"
         )
+    refuse_layers(model)

@@ -82,10 +82,8 @@ def _losses(step: TrainStep, batch: Any, rows: int, size: int) -> dict[str, floa
         totals = step.totals(carry, batch, rows, size)
         for place, part in step.parts(batch, rows, size):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
-            with (
-                step.scope(carry.state),
-                step.divisors.correcting(place.rows, place.of_rows, totals),
-            ):
+            with step.scope(carry.state):
+                step.divisors.correct(place.rows, place.of_rows, totals)
                 loss = step.loss(x, y, step.predictions(x), sample_weight)
             values = step.divisors.values()
             share = float(share_of(place))

@@ -18,9 +18,10 @@ batch's as their mean. Where D is the number of rows, c is 1 and nothing is comp
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -52,7 +53,7 @@ class Divisors:
     def __init__(self, model: keras.Model, divisor: Any, add_loss: str, advise: bool = True):
         self._model = model
         self._add_loss = add_loss
-        self.losses = compiled_losses(model)
+        self.losses = _compiled_losses(model)
         self._custom = _by_name(divisor, [loss.name for loss in self.losses])
         # Replicas are traced in turns, a thread for each.
         self._of_this_thread = threading.local()
@@ -71,7 +72,7 @@ class Divisors:
             # Private (Keras 3.15): the only place where each loss is by itself.
             before = model._compile_loss._flat_losses
             model._compile_loss._flat_losses = [
-                entry._replace(loss=_Corrected(self, index, entry))
+                entry._replace(loss=functools.partial(self.corrected, index, entry.loss))
                 for index, entry in enumerate(before)
             ]
         if self._add_loss == "sum":
@@ -85,11 +86,8 @@ class Divisors:
             if self._add_loss == "sum":
                 model.__dict__.pop("_aggregate_additional_loss")
 
-    @contextlib.contextmanager
-    def correcting(
-        self, rows: int | Tensor, of_rows: int | Tensor, totals: Tensor
-    ) -> Iterator[None]:
-        """Losses are multiplied by c, for a micro-batch of `rows`.
+    def correct(self, rows: int | Tensor, of_rows: int | Tensor, totals: Tensor) -> None:
+        """From now on losses are multiplied by c, for a micro-batch of `rows`.
 
         Args:
             rows: Rows of the micro-batch.
@@ -99,22 +97,19 @@ class Divisors:
         local = self._of_this_thread
         local.part, local.measured, local.additional = (rows, of_rows, totals), None, 0
         local.values = {}
-        yield
 
     def values(self) -> dict[int, Tensor]:
         """The corrected losses of the micro-batch that was last computed, by number."""
         return self._of_this_thread.values
 
-    @contextlib.contextmanager
-    def measuring(self) -> Iterator[dict[int, Tensor]]:
-        """Losses are left as they are; their divisors go into the dict, by number."""
+    def measure(self) -> None:
+        """From now on losses are left as they are, and their divisors kept."""
         local = self._of_this_thread
         local.part, local.measured, local.additional = None, {}, 0
-        yield local.measured
 
-    def stacked(self, measured: Mapping[int, Tensor]) -> Tensor:
+    def measured(self) -> Tensor:
         """The divisors that were measured, one for each loss, 0 where rows will do."""
-        zero = ops.zeros((), "float32")
+        measured, zero = self._of_this_thread.measured, ops.zeros((), "float32")
         return ops.stack([measured.get(index, zero) for index in range(max(1, len(self.losses)))])
 
     def no_totals(self) -> Tensor:
@@ -127,9 +122,14 @@ class Divisors:
         return len(self.losses) == 1 and self.depend_on_data
 
     def corrected(
-        self, index: int, loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any
+        self,
+        index: int,
+        loss: keras.losses.Loss,
+        y_true: Any,
+        y_pred: Any,
+        sample_weight: Any = None,
     ) -> Tensor:
-        """A compiled loss's value on this micro-batch, times c."""
+        """What is called in a compiled loss's place: its value on this micro-batch, times c."""
         local = self._of_this_thread
         value, divisor = _value_and_divisor(loss, y_true, y_pred, sample_weight)
         if len(value.shape) > 0:
@@ -168,16 +168,6 @@ class Divisors:
         return ops.multiply(value, _ratio(of_rows, rows, value.dtype))
 
 
-class _Corrected:
-    """What the compiled loss calls in the place of one of its losses."""
-
-    def __init__(self, divisors: Divisors, index: int, entry: Any):
-        self._divisors, self._index, self._loss = divisors, index, entry.loss
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
-        return self._divisors.corrected(self._index, self._loss, y_true, y_pred, sample_weight)
-
-
 def _value_and_divisor(
     loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -187,9 +177,6 @@ def _value_and_divisor(
     """
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return loss(y_true, y_pred, sample_weight), None
-    if sample_weight is not None:
-        # On torch, Keras (3.15) multiplies a mask into the caller's sample weights, in place.
-        sample_weight = ops.copy(sample_weight)
     seen: list[Tensor] = []
     call = loss.call
 
@@ -200,8 +187,7 @@ def _value_and_divisor(
     # What the reduction sees: it may have a mask of its own (`ignore_class`).
     loss.call = watched
     try:
-        copied = None if sample_weight is None else ops.copy(sample_weight)
-        value = loss(y_true, y_pred, copied)
+        value = loss(y_true, y_pred, _copied(sample_weight))
     finally:
         loss.__dict__.pop("call")
     (values,) = seen
@@ -210,13 +196,19 @@ def _value_and_divisor(
     if tuple(values.shape) == () or loss.reduction == "sum":
         return value, None  # nothing is divided; a scalar is taken as a mean over rows
     if loss.reduction == "mean_with_sample_weight" and (sample_weight is not None or masks):
-        if sample_weight is not None:
-            sample_weight = ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
-        weights = apply_mask(sample_weight, mask, dtype=loss.dtype, reduction=loss.reduction)
+        weights = _copied(sample_weight)
+        if weights is not None:
+            weights = ops.convert_to_tensor(weights, dtype=loss.dtype)
+        weights = apply_mask(weights, mask, dtype=loss.dtype, reduction=loss.reduction)
         return value, ops.cast(ops.sum(weights), "float32")
     if mask is None:
         return value, None
     return value, ops.cast(ops.sum(ops.cast(mask, "float32")), "float32")
+
+
+def _copied(sample_weight: Any) -> Any:
+    # On torch, Keras (3.15) multiplies a mask into the caller's sample weights, in place.
+    return None if sample_weight is None else ops.copy(sample_weight)
 
 
 def _ratio(rows: int | Tensor, by: int | Tensor, dtype: Any) -> Tensor | float:
@@ -225,7 +217,7 @@ def _ratio(rows: int | Tensor, by: int | Tensor, dtype: Any) -> Tensor | float:
     return ops.divide_no_nan(ops.cast(rows, dtype), ops.cast(by, dtype))
 
 
-def compiled_losses(model: keras.Model) -> list[Any]:
+def _compiled_losses(model: keras.Model) -> list[Any]:
     """The compiled losses, each with the name that logs have it under."""
     compiled = model._compile_loss
     if compiled is None:

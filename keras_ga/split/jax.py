@@ -145,7 +145,8 @@ class Backend:
         trainable, others, optimizer, _ = self.state
         state = carry.state
         if carry.statistics:
-            state = {**state, **self._moved(state, carry.statistics)}
+            moved = self._moved(self._step.statistics(state), carry.statistics)
+            state = {**state, **moved}
         weighted = self._step.weighted(totals, rows)
         trainable, optimizer = self._update(trainable, optimizer, carry.gradients, weighted)
         values = [state[number] for number in range(len(state))]
@@ -156,14 +157,8 @@ class Backend:
         """What is carried of gradients, as arrays."""
         return [np.asarray(gradient) for gradient in carry.gradients]
 
-    def limit(self) -> int:
-        """Bytes of memory that a device has."""
-        known = jax.local_devices()[0].memory_stats() or {}
-        limit = self._step.options.memory_limit or known.get("bytes_limit")
-        return limit or memory.of_this_machine()
-
-    def bytes_needed(self, carry: Carry, totals: Any, part: Any) -> int | None:
-        """What the compiler plans for a micro-batch beside all that is there already."""
+    def plan(self, carry: Carry, totals: Any, batch: Any, part: Any) -> memory.Plan | None:
+        """What the compiler plans for a micro-batch; None if nothing is compiled."""
         if not self._compiled:
             return None
         place = Place(0, self.rows(part), self.rows(part))
@@ -172,14 +167,16 @@ class Backend:
         if plan is None:
             return None
         outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
-        return plan.temp_size_in_bytes + outputs + _bytes(part) // _shards(part)
-
-    def bytes_free(self, carry: Carry, batch: Any) -> int:
-        """What a micro-batch may take of a device's memory."""
+        shards = _shards(part)
         known = jax.local_devices()[0].memory_stats() or {}
+        limit = self._step.options.memory_limit or known.get("bytes_limit")
         # A CPU does not tell what is in use; what is known to be is little beside its memory.
-        there = _bytes((self.state, carry.gradients, batch)) // _shards(batch)
-        return memory.usable(self.limit(), known.get("bytes_in_use", there))
+        there = _bytes((self.state, carry.gradients, batch)) // shards
+        return memory.plan(
+            needed=plan.temp_size_in_bytes + outputs + _bytes(part) // shards,
+            limit=limit or memory.of_this_machine(),
+            in_use=known.get("bytes_in_use", there),
+        )
 
     def undo(self) -> None:
         """Nothing: values are handed on, not set."""
@@ -229,17 +226,8 @@ class Backend:
         others, metrics = values[:count], values[count:]
 
         def part_of_loss(trainable: list[Tensor]) -> tuple[Tensor, Any]:
-            with divisors.correcting(place.rows, place.of_rows, totals):
-                loss, results = model.compute_loss_and_updates(
-                    trainable,
-                    others,
-                    metrics,
-                    x,
-                    y,
-                    sample_weight,
-                    training=self._step.training,
-                    optimizer_variables=optimizer,
-                )
+            divisors.correct(place.rows, place.of_rows, totals)
+            loss, results = self._loss((trainable, others, optimizer, metrics), data)
             # The loss and not its gradient: in float16 that would be too large on its way.
             return loss * share_of(place).astype(loss.dtype), results
 
@@ -252,20 +240,23 @@ class Backend:
         return [added(*each) for each in totals_and_gradients], changed, statistics, logs
 
     def _added_divisors(self, totals: Tensor, state: Any, data: Any) -> Tensor:
+        self._step.divisors.measure()
+        self._loss(state, data)
+        return totals + self._step.divisors.measured()
+
+    def _loss(self, state: Any, data: Any) -> tuple[Tensor, Any]:
         trainable, others, optimizer, metrics = state
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        with self._step.divisors.measuring() as measured:
-            self._model.compute_loss_and_updates(
-                trainable,
-                others,
-                metrics,
-                x,
-                y,
-                sample_weight,
-                training=self._step.training,
-                optimizer_variables=optimizer,
-            )
-        return totals + self._step.divisors.stacked(measured)
+        return self._model.compute_loss_and_updates(
+            trainable,
+            others,
+            metrics,
+            x,
+            y,
+            sample_weight,
+            training=self._step.training,
+            optimizer_variables=optimizer,
+        )
 
     def _updated(
         self, trainable: Any, optimizer: Any, gradients: list[Tensor], weighted: dict[str, Any]

@@ -30,6 +30,17 @@ class Trial(NamedTuple):
     """What a micro-batch needs beside weights, optimizer and data; None: it was only run."""
 
 
+class Plan(NamedTuple):
+    """What is known of a micro-batch before it is run, in bytes of a device's memory."""
+
+    needed: int
+    """Beside what is there already: weights, optimizer, sums of gradients, the batch."""
+    free: int
+    """What may be taken: of the limit, less a margin, less what is there."""
+    limit: int
+    """What the device has, or what was given."""
+
+
 class MicroBatchSize(NamedTuple):
     """What `find_micro_batch_size` found."""
 
@@ -73,10 +84,6 @@ class Sizes:
         """Keeps a size for batches of a shape."""
         self._found[shape] = size
 
-    def forget(self) -> None:
-        """As before the first batch."""
-        self._found.clear()
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a backend's error says that memory did not suffice."""
@@ -94,17 +101,22 @@ def halved(size: int, rows: int, error: BaseException) -> int:
         MemoryError: If there is no smaller one.
     """
     if size <= 1:
-        raise MemoryError(
-            "A micro-batch of one row must fit, because there is no smaller one. What is left: "
-            "mixed precision (`keras.config.set_dtype_policy('mixed_bfloat16')`), "
-            "rematerialisation (`keras.RematScope`), shorter sequences or smaller images, LoRA, an "
-            "optimizer with less state, more devices. The model is as it was before the step. "
-            f"Received: {error}"
-        ) from error
+        raise too_large(str(error)) from error
     LOGGER.warning(
         "micro_batch_size %d -> %d: out of memory; the batch stays %d", size, (size + 1) // 2, rows
     )
     return (size + 1) // 2
+
+
+def too_large(reason: str) -> MemoryError:
+    """The error for a row that does not fit."""
+    return MemoryError(
+        "A micro-batch of one row must fit, because there is no smaller one. What is left: mixed "
+        "precision (`keras.config.set_dtype_policy('mixed_bfloat16')`), rematerialisation "
+        "(`keras.RematScope`), shorter sequences or smaller images, LoRA, an optimizer with less "
+        "state, more devices. The model is as it was before the step. "
+        f"Received: {reason}"
+    )
 
 
 def halvings(rows: int) -> Iterator[int]:
@@ -115,9 +127,9 @@ def halvings(rows: int) -> Iterator[int]:
     yield 1
 
 
-def usable(limit: int, in_use: int) -> int:
-    """What a step may take of a device's memory."""
-    return int(limit * _MARGIN) - in_use
+def plan(needed: int, limit: int, in_use: int) -> Plan:
+    """A plan, with the margin kept."""
+    return Plan(needed, int(limit * _MARGIN) - in_use, limit)
 
 
 def of_this_machine() -> int:

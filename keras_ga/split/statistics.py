@@ -61,7 +61,7 @@ class Pooling:
                 layer.momentum = momentum
 
     def start(self, state: Mapping[int, Tensor]) -> Statistics:
-        """Those of no rows, which are never read."""
+        """The running statistics: where pooling begins, and what it moves."""
         return {mean: (state[mean], state[variance]) for mean, variance in self._variances.items()}
 
     def merged(
@@ -92,13 +92,12 @@ class Pooling:
             )
         return merged
 
-    def moved(self, state: Mapping[int, Tensor], pooled: Statistics) -> dict[int, Tensor]:
+    def moved(self, before: Statistics, pooled: Statistics) -> dict[int, Tensor]:
         """The running statistics, moved once by the pooled ones. Not to be called `in_place`."""
         moved = {}
-        for number, (mean, variance) in pooled.items():
+        for number, pair in pooled.items():
             keep = self._layers[number].momentum
-            for which, value in ((number, mean), (self._variances[number], variance)):
-                moved[which] = ops.add(
-                    ops.multiply(state[which], keep), ops.multiply(value, 1 - keep)
-                )
+            numbers = number, self._variances[number]
+            for which, running, value in zip(numbers, before[number], pair, strict=True):
+                moved[which] = running * keep + value * (1 - keep)
         return moved

@@ -91,14 +91,8 @@ class Backend(Protocol):
     def gradients(self, carry: Carry) -> list[Any]:
         """What is carried of gradients, as arrays; zeros where there are none."""
 
-    def limit(self) -> int:
-        """Bytes of memory that a device has."""
-
-    def bytes_needed(self, carry: Carry, totals: Any, part: Any) -> int | None:
-        """What a micro-batch takes beside all that is there already; None: not known."""
-
-    def bytes_free(self, carry: Carry, batch: Any) -> int:
-        """What a micro-batch may take."""
+    def plan(self, carry: Carry, totals: Any, batch: Any, part: Any) -> memory.Plan | None:
+        """What a micro-batch of the batch will take, and may; None: the backend can't tell."""
 
 
 class TrainStep:
@@ -139,7 +133,7 @@ class TrainStep:
         if self.backend is not None:
             return self.backend
         model, options = self.model, self.options
-        _refuse_layers(model)
+        refuse_layers(model)  # those that a model has made only now, too
         if not in_fit:
             # Private (Keras 3.15): makes losses and metrics, which else are made in the trace.
             model._symbolic_build(data_batch=batch)
@@ -235,7 +229,7 @@ class TrainStep:
             + [(self.variables[number], value) for number, value in state.items()],
             collect_losses=True,
         )
-        self._mapped = {id(v): scope.get_current_value(v) for v in regularised}
+        scope.given = dict(scope.state_mapping)
         return scope
 
     def check_not_set(self, scope: keras.StatelessScope) -> None:
@@ -245,9 +239,7 @@ class TrainStep:
             ValueError: If one was set: it would be lost.
         """
         for variable in self.model.trainable_variables:
-            value = scope.get_current_value(variable)
-            # What `scope` maps of these are the variables themselves.
-            if value is not None and value is not self._mapped.get(id(variable)):
+            if scope.get_current_value(variable) is not scope.given.get(id(variable)):
                 raise ValueError(
                     "A layer's `call` must not set a trainable variable, because micro-batches are "
                     "worked through without setting any. Make it non-trainable, or use "
@@ -265,7 +257,7 @@ class TrainStep:
         return self.model._compute_loss(x, y, y_pred, sample_weight, training=True)
 
     def statistics(self, state: Mapping[int, Tensor]) -> Statistics:
-        """Pooled statistics of no rows."""
+        """The running statistics, which are also where pooling begins."""
         return self.pooling.start(state) if self.pooling else {}
 
     def changed(
@@ -285,9 +277,9 @@ class TrainStep:
             statistics = self.pooling.merged(statistics, changed, place.before, place.rows)
         return statistics, changed
 
-    def moved(self, state: Mapping[int, Tensor], statistics: Statistics) -> dict[int, Tensor]:
-        """Running statistics, moved once."""
-        return self.pooling.moved(state, statistics) if self.pooling else {}
+    def moved(self, before: Statistics, statistics: Statistics) -> dict[int, Tensor]:
+        """Running statistics, moved once by those of the batch. Not to be called `in_place`."""
+        return self.pooling.moved(before, statistics) if self.pooling else {}
 
     def weighted(self, totals: Any, rows: Any) -> dict[str, Any]:
         """The argument that tells a `GradientAccumulationOptimizer` what the batch counts for."""
@@ -307,13 +299,12 @@ class TrainStep:
 
     def largest_that_fits(self, batch: Any, rows: int) -> memory.MicroBatchSize:
         """Looks at the batch and its halvings, down to the first that fits; nothing is set."""
-        plan = list(self.planned(batch, rows))
-        if plan[-1].bytes is None:
-            plan = list(self._tried(batch, rows))
-        limit = None if plan[-1].bytes is None else self.backend.limit()
-        if not plan[-1].fits:
-            memory.halved(1, rows, MemoryError(f"one row does not fit; the plan is {plan}"))
-        return memory.MicroBatchSize(plan[-1].micro_batch_size, tuple(plan), limit)
+        trials, limit = self._planned(batch, rows)
+        if not trials:
+            trials = list(self._tried(batch, rows))
+        if not trials[-1].fits:
+            raise memory.too_large(f"what was looked at: {trials}")
+        return memory.MicroBatchSize(trials[-1].micro_batch_size, tuple(trials), limit)
 
     def _tried(self, batch: Any, rows: int) -> Iterator[memory.Trial]:
         for size in memory.halvings(rows):
@@ -334,8 +325,8 @@ class TrainStep:
     # Finding a size.
 
     def _size_to_begin_with(self, batch: Any, rows: int) -> int:
-        trials = list(self.planned(batch, rows))
-        if not trials or trials[-1].bytes is None:
+        trials, _ = self._planned(batch, rows)
+        if not trials:
             return self.sizes.guess(rows)
         chosen = trials[-1]
         if chosen.micro_batch_size < rows:
@@ -347,20 +338,33 @@ class TrainStep:
             )
         return chosen.micro_batch_size
 
-    def planned(self, batch: Any, rows: int) -> Iterator[memory.Trial]:
-        """Sizes and what they need, from the whole batch down to the first that fits."""
+    def _planned(self, batch: Any, rows: int) -> tuple[list[memory.Trial], int | None]:
+        """Sizes from the whole batch down to the first that fits, and the memory planned for.
+
+        No sizes where the backend can't tell.
+        """
+        trials: list[memory.Trial] = []
+        limit = None
         with self.in_place():
             backend = self.backend
             carry, totals = backend.start(batch), self.divisors.no_totals()
             for size in memory.halvings(rows):
-                needed = backend.bytes_needed(carry, totals, backend.part(batch, 0, size))
-                fits = needed is not None and needed <= backend.bytes_free(carry, batch)
-                yield memory.Trial(size, fits, needed)
-                if fits or needed is None:
-                    return
+                plan = backend.plan(carry, totals, batch, backend.part(batch, 0, size))
+                if plan is None:
+                    break
+                limit = plan.limit
+                trials.append(memory.Trial(size, plan.needed <= plan.free, plan.needed))
+                if trials[-1].fits:
+                    break
+        return trials, limit
 
 
-def _refuse_layers(model: keras.Model) -> None:
+def refuse_layers(model: keras.Model) -> None:
+    """Refuses layers that can't be worked through in micro-batches.
+
+    Raises:
+        ValueError: If there is one; it is named.
+    """
     # Private (Keras 3.15): reaches layers in lists and wrappers as well.
     for layer in model._flatten_layers():
         spectral = isinstance(layer, keras.layers.SpectralNormalization)

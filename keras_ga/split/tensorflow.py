@@ -92,8 +92,15 @@ class Backend:
         # A function for each number of rows: else a trace would come to know it no longer, and
         # Keras counts calls then where it should count rows.
         function = self._on_replicas(("micro-step", *self._rows_of(part)), self._micro_step)
-        before = tf.constant(place.before)
-        gradients, changed, statistics, logs = function(*carry, totals, part, before, self._of_rows)
+        gradients, changed, statistics, logs = function(
+            carry.gradients,
+            carry.state,
+            carry.statistics,
+            totals,
+            part,
+            tf.constant(place.before),
+            self._of_rows,
+        )
         return Carry(gradients, {**carry.state, **changed}, statistics, logs)
 
     def wait(self, carry: Carry) -> None:
@@ -106,7 +113,8 @@ class Backend:
         # What is decided while tracing.
         key = self._step.divisors.has_one, *sorted(self._has_gradient)
         function = self._on_replicas(("finish", *key), self._finish)
-        function(carry.gradients, carry.statistics, changed, totals, self._of_rows)
+        running = self._step.statistics(carry.state)
+        function(carry.gradients, running, carry.statistics, changed, totals, self._of_rows)
         return {name: self._mean(value) for name, value in carry.logs.items()}
 
     def undo(self) -> None:
@@ -117,17 +125,8 @@ class Backend:
         local = self._strategy.experimental_local_results
         return [local(gradient)[0].numpy() for gradient in carry.gradients]
 
-    def limit(self) -> int:
-        """Not asked for."""
-        return 0
-
-    def bytes_needed(self, carry: Carry, totals: Any, part: Any) -> int | None:
+    def plan(self, carry: Carry, totals: Any, batch: Any, part: Any) -> None:
         """None: TensorFlow has no plan to ask."""
-        return None
-
-    def bytes_free(self, carry: Carry, batch: Any) -> int:
-        """Not asked for."""
-        return 0
 
     def _on_replicas(
         self, key: Hashable, function: Callable[..., Any], compiled: bool = True
@@ -175,7 +174,6 @@ class Backend:
         gradients: list[Tensor],
         state: dict[int, Tensor],
         statistics: Any,
-        _: Any,
         totals: Tensor,
         data: Any,
         before: Tensor,
@@ -188,8 +186,8 @@ class Backend:
         place = Place(tf.minimum(before, of_rows), rows, of_rows)
         with tf.GradientTape() as tape, step.scope(state) as scope:
             y_pred = step.predictions(x)
-            with step.divisors.correcting(rows, of_rows, totals):
-                loss = step.loss(x, y, y_pred, sample_weight)
+            step.divisors.correct(rows, of_rows, totals)
+            loss = step.loss(x, y, y_pred, sample_weight)
             # The loss and not its gradient: in float16 that would be too large on its way.
             part = model.optimizer.scale_loss(loss * tf.cast(share_of(place), loss.dtype))
         step.check_not_set(scope)
@@ -227,23 +225,23 @@ class Backend:
     def _added_divisors(self, totals: Tensor, state: dict[int, Tensor], data: Any) -> Tensor:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         step = self._step
-        with step.scope(state), step.divisors.measuring() as measured:
+        with step.scope(state):
+            step.divisors.measure()
             step.loss(x, y, step.predictions(x), sample_weight)
-        return totals + step.divisors.stacked(measured)
+        return totals + step.divisors.measured()
 
     def _finish(
         self,
         gradients: list[Tensor],
+        running: Any,
         statistics: Any,
         changed: dict[int, Tensor],
         totals: Tensor,
         of_rows: Tensor,
     ) -> None:
         model, step = self._model, self._step
-        variables = step.variables
-        before = {number: tf.identity(variable.value) for number, variable in enumerate(variables)}
-        for number, value in {**changed, **step.moved(before, statistics)}.items():
-            variables[number].assign(value)
+        for number, value in {**changed, **step.moved(running, statistics)}.items():
+            step.variables[number].assign(value)
         trainable = step.trainable
         found = [
             tf.cast(gradient, variable.dtype) if number in self._has_gradient else None

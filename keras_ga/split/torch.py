@@ -85,21 +85,18 @@ class Backend:
         """The losses' divisors on a micro-batch, added to the totals."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
         step = self._step
-        with (
-            torch.random.fork_rng(self._devices),
-            step.scope(carry.state),
-            step.divisors.measuring() as measured,
-        ):
+        with torch.random.fork_rng(self._devices), step.scope(carry.state):
+            step.divisors.measure()
             step.loss(x, y, step.predictions(x), sample_weight)
-        return totals + step.divisors.stacked(measured)
+        return totals + step.divisors.measured()
 
     def micro_step(self, carry: Carry, totals: Any, part: Any, place: Place) -> Carry:
         """Takes one micro-batch in."""
         model, step = self._model, self._step
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
         with step.scope(carry.state) as scope:
-            with step.divisors.correcting(place.rows, place.of_rows, totals):
-                y_pred, loss = self._forward(x, y, sample_weight)
+            step.divisors.correct(place.rows, place.of_rows, totals)
+            y_pred, loss = self._forward(x, y, sample_weight)
             # The loss and not its gradient: in float16 that would be too large on its way.
             scaled = model.optimizer.scale_loss(loss * share_of(place))
         step.check_not_set(scope)
@@ -131,7 +128,7 @@ class Backend:
         """Sets what was carried, makes the update, returns the logs."""
         model, step = self._model, self._step
         changed = {n: v for n, v in carry.state.items() if v is not self._before[n]}
-        changed |= step.moved(self._before, carry.statistics)
+        changed |= step.moved(step.statistics(carry.state), carry.statistics)
         for number, value in changed.items():
             step.variables[number].assign(value)
         self._before = {}
@@ -157,17 +154,8 @@ class Backend:
         self._model.zero_grad()
         return gradients
 
-    def limit(self) -> int:
-        """Not asked for."""
-        return 0
-
-    def bytes_needed(self, carry: Carry, totals: Any, part: Any) -> int | None:
+    def plan(self, carry: Carry, totals: Any, batch: Any, part: Any) -> None:
         """None: torch has no plan to ask."""
-        return None
-
-    def bytes_free(self, carry: Carry, batch: Any) -> int:
-        """Not asked for."""
-        return 0
 
     def _loss(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Tensor]:
         y_pred = self._step.predictions(x)

@@ -1,30 +1,11 @@
 """Adapters tuned on weighted micro-batches are the large batch's; a mean of means gives others."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support_examples import needs, run
 
-for needed in ("sklearn", "matplotlib", "rich"):
-    pytest.importorskip(needed, reason="the examples need the extra `examples`")
-if importlib.util.find_spec("keras_hub") is None:  # importing it takes seconds
-    pytest.skip("this example needs KerasHub", allow_module_level=True)
-SCRIPT = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
-        check=False,
-    )
+needs("sklearn", "matplotlib", "rich", "keras_hub")
 
 
 # int8 rounds activations too, and rounding in float32 may tip one over into the next of 255.
@@ -35,6 +16,7 @@ def run(*arguments):
 def test_tokens_weighted_it_is_the_large_batch(tmp_path, quantize, rounding):
     file, picture = tmp_path / "figures.json", tmp_path / "finetune_lora.png"
     done = run(
+        "finetune_lora",
         "--epochs", 1, "--layers", 1, "--base-steps", 0, "--learning-rate", 0.05,
         "--quantize", quantize, "--json", file, "--picture", picture,
     )  # fmt: skip
@@ -52,6 +34,6 @@ def test_tokens_weighted_it_is_the_large_batch(tmp_path, quantize, rounding):
 
 @pytest.mark.slow
 def test_a_file_name_that_keras_hub_would_refuse_at_the_end_is_refused_at_once():
-    done = run("--save", "adapters.h5")
+    done = run("finetune_lora", "--save", "adapters.h5")
     assert done.returncode == 2
     assert "--save must end in .lora.h5" in done.stderr

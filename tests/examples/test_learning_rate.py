@@ -1,32 +1,18 @@
 """Accumulation cuts the gradient's variance by N and is the large batch; small steps are not."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support_examples import needs, run
 
-for needed in ("sklearn", "matplotlib", "rich"):
-    pytest.importorskip(needed, reason="the examples need the extra `examples`")
-SCRIPT = Path(__file__).parents[2] / "examples" / "learning_rate.py"
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
-        check=False,
-    )
+needs("sklearn", "matplotlib", "rich")
 
 
 def test_shows_what_accumulation_changes(tmp_path):
     file, picture = tmp_path / "figures.json", tmp_path / "learning_rate.png"
-    done = run("--epochs", 3, "--windows", 24, "--json", file, "--picture", picture)
+    done = run(
+        "learning_rate", "--epochs", 3, "--windows", 24, "--json", file, "--picture", picture
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     # 24 windows tell a variance to some 10 %.
@@ -42,6 +28,6 @@ def test_shows_what_accumulation_changes(tmp_path):
 
 @pytest.mark.slow
 def test_a_large_batch_that_is_larger_than_the_data_is_refused():
-    done = run("--accumulation-steps", 200)
+    done = run("learning_rate", "--accumulation-steps", 200)
     assert done.returncode == 2
     assert "must be at most 1797, the rows that there are. Received: 3200" in done.stderr

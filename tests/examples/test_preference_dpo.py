@@ -1,35 +1,17 @@
 """Preference tuning on accumulated pairs is the large batch's, and learns the preference."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support_examples import needs, run
 
-for needed in ("sklearn", "matplotlib", "rich"):
-    pytest.importorskip(needed, reason="the examples need the extra `examples`")
-if importlib.util.find_spec("keras_hub") is None:  # importing it takes seconds
-    pytest.skip("this example needs KerasHub", allow_module_level=True)
-SCRIPT = Path(__file__).parents[2] / "examples" / "preference_dpo.py"
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
-        check=False,
-    )
+needs("sklearn", "matplotlib", "rich", "keras_hub")
 
 
 def test_accumulated_it_is_the_large_batch_and_learns(tmp_path):
     file, picture = tmp_path / "figures.json", tmp_path / "preference_dpo.png"
     done = run(
+        "preference_dpo",
         "--epochs", 3, "--layers", 1, "--base-steps", 30,
         "--json", file, "--picture", picture,
     )  # fmt: skip
@@ -49,6 +31,6 @@ def test_too_few_pairs_for_a_large_batch_are_refused(tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     pair = {"prompt": "Two and two", "chosen": " are four", "rejected": " are five"}
     pairs.write_text(8 * (json.dumps(pair) + "\n"))
-    done = run("--pairs", pairs, "--base-steps", 0)
+    done = run("preference_dpo", "--pairs", pairs, "--base-steps", 0)
     assert done.returncode == 1
     assert "6 pairs to train on are fewer than a large batch has: 16" in done.stderr

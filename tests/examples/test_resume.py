@@ -1,36 +1,21 @@
 """The training that is killed in mid-window ends on the bits of the one that never stops."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import pytest
+from support_examples import needs, run
 
-for needed in ("sklearn", "rich"):
-    pytest.importorskip(needed, reason="the examples need the extra `examples`")
+needs("sklearn", "rich")
+
 if keras.config.backend() != "tensorflow":
     # Whose start is the slowest, so that its part of `test_crashes.py` is left out by default.
     pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[2] / "examples" / "resume.py"
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"},
-        check=False,
-    )
 
 
 def test_killed_in_mid_window_it_ends_on_the_same_bits(tmp_path):
     file = tmp_path / "figures.json"
-    done = run("--epochs", 1, "--kills", 1, "--save-every", 20, "--json", file)
+    done = run("resume", "--epochs", 1, "--kills", 1, "--save-every", 20, "--json", file)
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     first, second = figures["starts"]
@@ -44,6 +29,6 @@ def test_killed_in_mid_window_it_ends_on_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_that_never_see_an_open_window_are_refused():
-    done = run("--save-every", 16)
+    done = run("resume", "--save-every", 16)
     assert done.returncode == 2
     assert "--save-every must not be a multiple of --accumulation-steps" in done.stderr

@@ -1,36 +1,21 @@
 """The token-weighted loop equals the whole batch; the plain mean of micro-batches does not."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import pytest
+from support_examples import needs, run
 
-pytest.importorskip("rich", reason="the examples need the extra `examples`")
+needs("rich")
+
 if keras.config.backend() == "jax":
     # Of the whole example; weights are tested in `test_custom_loops.py` there too.
     pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[2] / "examples" / "token_weights.py"
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ,
-        check=False,
-    )
-
-
-@pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout")
 def test_weights_make_it_exact(tmp_path):
     figures = tmp_path / "figures.json"
-    done = run("--updates", "3", "--json", str(figures))
+    done = run("token_weights", "--updates", "3", "--json", str(figures))
     assert done.returncode == 0, done.stderr
     whole, weighted, plain = json.loads(figures.read_text()).values()
     assert whole["difference"] == 0
@@ -39,6 +24,6 @@ def test_weights_make_it_exact(tmp_path):
 
 
 def test_a_micro_batch_that_does_not_divide_is_refused():
-    done = run("--micro-batch", "5")
+    done = run("token_weights", "--micro-batch", "5")
     assert done.returncode == 2
     assert "--micro-batch must divide 16" in done.stderr
