@@ -133,10 +133,10 @@ class TrainStep:
         if self.backend is not None:
             return self.backend
         model, options = self.model, self.options
-        refuse_layers(model)  # those that a model has made only now, too
         if not in_fit:
             # Private (Keras 3.15): makes losses and metrics, which else are made in the trace.
             model._symbolic_build(data_batch=batch)
+        refuse_layers(model)  # those that the model has made only now, too
         self.divisors = Divisors(model, options.divisor, options.add_loss, self._advise)
         self.variables = [*model.non_trainable_variables, *model.metrics_variables]
         # As they were when the step was made, so that sums of gradients keep their variables if a
