@@ -229,6 +229,25 @@ def test_one_trace_for_a_whole_fit():
     assert int(optimizer.iterations) == 9 + 18 + 12
 
 
+def test_after_an_interrupt_the_open_window_goes_on():
+    """As after pressing stop in a notebook."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                raise KeyboardInterrupt
+
+    x, y = rows()
+    model = dense_model()
+    model.compile(optimizer=accumulating(sgd()), loss="mse")
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=MICRO_BATCH, shuffle=False, verbose=0, callbacks=[Stop()])
+    done = 5 * MICRO_BATCH
+    model.fit(x[done:], y[done:], batch_size=MICRO_BATCH, shuffle=False, verbose=0)
+    large, _ = fitted(sgd(), LARGE_BATCH, epochs=1)
+    assert_close(model.get_weights(), large.get_weights())
+
+
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.data of unknown size ends in a failed step")
 @pytest.mark.parametrize("jit_compile", [False, True])

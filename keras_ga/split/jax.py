@@ -33,7 +33,7 @@ def train_function(step: TrainStep) -> Callable[[Any, Iterator[Any]], Any]:
             logs = step(batch)
             for _, batch in zip(range(step.model.steps_per_execution - 1), iterator, strict=False):
                 logs = step(batch)
-        except Exception:
+        except BaseException:  # an interrupted notebook as well
             # `fit` has taken the values out of the model; a step that failed has not changed them.
             backend.return_state_to_model()
             raise

@@ -162,7 +162,7 @@ class TrainStep:
                 with self.in_place():
                     carry, totals = self._worked_through(batch, rows, size)
                 break
-            except Exception as error:
+            except BaseException as error:  # an interrupt in a notebook as well
                 backend.undo()
                 if not (self.sizes.automatic and memory.is_out_of_memory(error)):
                     raise
@@ -413,7 +413,8 @@ def check_batch(batch: Any) -> None:
         if kind in ("SparseTensor", "RaggedTensor", "BCOO") or not shape:
             raise ValueError(
                 "Each part of a batch must be a dense tensor with rows on its first axis, because "
-                "it is cut there. Use dense tensors, or `GradientAccumulationOptimizer`. Received: "
+                "it is cut there. Use dense tensors (not lists of numbers, which count as several "
+                "parts), or `GradientAccumulationOptimizer`. Received: "
                 f"{kind} of shape {shape}"
             )
         rows[shape[0]] = None

@@ -6,6 +6,7 @@ when it runs out of memory they are freed, and the process dies of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -133,7 +134,8 @@ class Backend:
     ) -> Callable[..., Any]:
         """The function run on each replica, in a graph unless the model runs eagerly."""
         if key not in self._functions:
-
+            # By what it wraps TensorFlow knows it when it counts traces to warn of too many.
+            @functools.wraps(function)
             def run(*arguments: Any) -> Any:
                 return self._strategy.run(function, args=arguments)
 

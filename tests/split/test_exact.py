@@ -73,6 +73,21 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(inputs["a"]) + self.hidden(inputs["nested"][0]))
 
 
+def test_parts_of_a_model_with_optimizers_of_their_own():
+    optimizers = keras.optimizers
+    if not hasattr(optimizers, "MultiOptimizer"):
+        pytest.skip("this Keras has no MultiOptimizer")
+
+    def two():
+        return optimizers.MultiOptimizer(
+            optimizers.OptimizerMap(
+                optimizers.SGD(0.1, momentum=0.9), {".*kernel": optimizers.Adam(0.02)}
+            )
+        )
+
+    assert_same(Run(micro=3, optimizer=two), Run(optimizer=two))
+
+
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_unbuilt_subclassed_models_and_nested_inputs(compiled_first):
     x, y = data()
@@ -389,6 +404,32 @@ def test_a_layer_frozen_without_compiling_anew_confuses_no_sums():
         assert np.abs(now - then).max() > 1e-4
 
 
+class Interrupted(keras.layers.Layer):
+    now = False
+
+    def call(self, inputs):
+        if self.now:
+            raise KeyboardInterrupt
+        return inputs
+
+
+def test_an_interrupt_within_a_step_loses_nothing():
+    """As pressing stop in a notebook does; on JAX `fit` has the weights then, not the model."""
+    model = keras.Sequential([keras.Input((6,)), Interrupted(), keras.layers.Dense(3)])
+    x, y = data()
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    keras_ga.split_batches(model, 3)
+    model.fit(x[:16], y[:16], batch_size=BATCH, verbose=0)
+    before = values(model.variables)
+    model.layers[0].now = True
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x[:7], y[:7], batch_size=7, verbose=0)  # the last one row: not traced yet
+    assert_close(values(model.variables), before, 0)
+    model.layers[0].now = False
+    model.fit(x[:16], y[:16], batch_size=BATCH, verbose=0)
+    assert int(model.optimizer.iterations) == 4
+
+
 def test_rows_that_do_not_agree_lose_nothing():
     model = Subclassed()
     x, y = data()
@@ -400,3 +441,10 @@ def test_rows_that_do_not_agree_lose_nothing():
         model.train_on_batch({"a": x[:4], "nested": [x[:5]]}, y[:4])
     assert_close(values(model.trainable_variables), before, 0)
     model.fit({"a": x, "nested": [x]}, y, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="a trace is TensorFlow's")
+def test_tensorflow_does_not_warn_of_retracing(caplog):
+    """Micro-steps, zeros and updates are functions of their own, each traced once or twice."""
+    Run(micro=3)
+    assert "retracing" not in caplog.text
