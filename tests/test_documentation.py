@@ -10,6 +10,7 @@ the line before a block steer that (in Markdown they are invisible):
 import ast
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,6 +159,36 @@ def test_every_callback_of_keras_is_on_the_callbacks_page():
     page = (ROOT / "docs" / "callbacks.md").read_text()
     table = {name for line in page.splitlines() for name in re.findall(r"`(\w+)`", line)}
     assert {name for name in vars(keras.callbacks) if name[0].isupper()} <= table
+
+
+# That what pages name is there.
+
+PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.exists()]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_and_every_file_named_exists(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(((?!https?:|#)[^)#\s]+)", text)
+    named = re.findall(r"`(?:python )?((?:tests|examples|benchmarks|keras_ga|docs)/[\w/.]+)", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+@pytest.mark.skipif(not PAGES, reason="needs the checkout")
+def test_badges_say_what_the_package_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    keras_floor = project["dependencies"][0].removeprefix("keras>=")
+    badges = re.findall(r"^\[!\[(.+?)\]\(", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert badges == [
+        f"Python {project['requires-python'].removeprefix('>=')}+",
+        f"Keras {keras_floor}+",
+        "TensorFlow, JAX, torch",
+        f"License: {project['license'].replace('-', ' ')}",
+    ]
+    assert {"tensorflow", "jax", "torch"} <= set(project["optional-dependencies"])
 
 
 # The search itself.
