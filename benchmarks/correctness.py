@@ -31,9 +31,15 @@ ROWS = 4 * LARGE_BATCH
 Make = Callable[..., keras.optimizers.Optimizer]
 
 
-def schedule() -> Any:
-    """A cosine over the run's updates."""
-    return keras.optimizers.schedules.CosineDecay(0.1, decay_steps=EPOCHS * ROWS // LARGE_BATCH)
+def schedule(count: int = EPOCHS * ROWS // LARGE_BATCH) -> Any:
+    """A cosine over the run's updates, or over another count of steps."""
+    return keras.optimizers.schedules.CosineDecay(0.1, decay_steps=count)
+
+
+def with_lengthened_schedule(**arguments: Any) -> keras.optimizers.Optimizer:
+    """A cosine over what the optimizer asks it with: Keras's option, with micro-batches."""
+    count = EPOCHS * ROWS // LARGE_BATCH * arguments.get("gradient_accumulation_steps", 1)
+    return sgd(learning_rate=schedule(count), **arguments)
 
 
 def sgd(**arguments: Any) -> keras.optimizers.Optimizer:
@@ -146,12 +152,13 @@ def unequal_micro_batches() -> tuple[float, float]:
 CASES: dict[str, Callable[[], tuple[float, float]]] = {
     "plain SGD with momentum": lambda: distances(sgd),
     "learning-rate schedule": lambda: distances(lambda **kw: sgd(learning_rate=schedule(), **kw)),
+    "the same, decay_steps times N for Keras's": lambda: distances(with_lengthened_schedule),
     "EMA of the weights": lambda: distances(lambda **kw: sgd(use_ema=True, ema_momentum=0.9, **kw)),
     "kernel constraint": lambda: distances(sgd, kernel_constraint=keras.constraints.MaxNorm(0.5)),
     "a last window that is short (flushed)": lambda: distances(
         sgd, rows=ROWS + 2 * MICRO_BATCH, flush=True
     ),
-    "micro-batches of unequal size (weighted)": unequal_micro_batches,
+    "micro-batches of unequal size (weights, in a loop)": unequal_micro_batches,
     "bfloat16 weights, N = 1,024": bfloat16_sum,
 }
 
