@@ -7,6 +7,7 @@ Cells are parted by `# %%`; those of `# %% [markdown]` are text, and so is the d
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -53,4 +54,5 @@ def as_file(source: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     NOTEBOOK.write_text(as_file(SOURCE.read_text()))

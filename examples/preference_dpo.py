@@ -16,7 +16,7 @@ It runs offline, with a tiny model of bytes: the chosen text is a line of scikit
 descriptions, the rejected one the same line, with the letters of its second half in disorder.
 A quarter of the pairs is held out for the margins and the accuracy that are shown.
 
-    pip install keras-ga[tensorflow,examples,hub]
+    pip install "keras-ga[tensorflow,examples,hub]"
     python examples/preference_dpo.py
 
 With a real model, and pairs of your own ({"prompt": ..., "chosen": ..., "rejected": ...} a line):
@@ -43,8 +43,12 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+try:
+    import keras_hub
+except ModuleNotFoundError:
+    sys.exit("This example needs KerasHub: pip install 'keras-ga[hub]'")
+
 import keras
-import keras_hub
 import numpy as np
 from pictures import DASHED, REFERENCE, VERMILION, Line, Panel, draw
 from rich.console import Console
