@@ -88,7 +88,13 @@ class Backend:
 
     @functools.cached_property
     def _shardings(self) -> Any:
-        """Where the model's values are: what is made of them must stay there."""
+        """Where the model's values are, if on several devices: what is made of them stays there.
+
+        On one device it is left unsaid: values that are said to be there are others to `jit` than
+        those that are there by default, and all would be compiled a second time.
+        """
+        if all(len(value.devices()) == 1 for value in _leaves(self.state)):
+            return None, None, None, None
         return jax.tree.map(lambda value: value.sharding, self.state)
 
     def _jit(self, function: Callable[..., Any], **arguments: Any) -> Any:

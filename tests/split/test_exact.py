@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -448,3 +449,21 @@ def test_tensorflow_does_not_warn_of_retracing(caplog):
     """Micro-steps, zeros and updates are functions of their own, each traced once or twice."""
     Run(micro=3)
     assert "retracing" not in caplog.text
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="compilations are JAX's")
+def test_each_part_of_a_step_is_compiled_once(caplog):
+    """Also after values have come from a step, and another `fit`, which jit may tell apart."""
+    import jax
+
+    x, y = data(24)
+    model = mlp()
+    model.add(keras.layers.BatchNormalization())
+    model.compile(optimizer="adam", loss="mse")
+    keras_ga.split_batches(model, 4)
+    with jax.log_compiles():
+        for rows in (8, 24, 16):
+            model.fit(x[:rows], y[:rows], batch_size=8, verbose=0)
+    names = re.findall(r"Compiling jit\((\w+)\)", caplog.text)
+    ours = ("_no_gradients", "_rows_from", "_gradients_and_changes", "moved", "_updated")
+    assert {name: names.count(name) for name in ours} == dict.fromkeys(ours, 1)
