@@ -86,10 +86,22 @@ def assert_picture(path):
     [
         # As many parameters as show a copy of them in the plan of the memory.
         ("jax", ["--parameters", "1M"], [2, 3], "micro_step_jax_adam"),
-        ("jax", ["--parameters", "1k", "--optimizer", "muon"], [2], "micro_step_jax_muon"),
         ("tensorflow", ["--parameters", "1k"], [2, 3], "micro_step_tensorflow_adam"),
-        ("tensorflow", ["--parameters", "1k", "--jit"], [2], "micro_step_tensorflow_jit_adam"),
         ("torch", ["--parameters", "1k"], [2, 3], "micro_step_torch_adam"),
+        pytest.param(
+            "jax",
+            ["--parameters", "1k", "--optimizer", "muon"],
+            [2],
+            "micro_step_jax_muon",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "tensorflow",
+            ["--parameters", "1k", "--jit"],
+            [2],
+            "micro_step_tensorflow_jit_adam",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_micro_step(backend, options, steps, name, tmp_path):
@@ -270,7 +282,7 @@ def test_correctness_is_the_table_in_the_readme(tmp_path):
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_split_batches(backend, tmp_path):
     needs(backend)
-    options = ["--batch", "8", "--rows", "2", "--models", "decoder", "--rounds", "1"]
+    options = ["--batch", "8", "--rows", "2", "--models", "dense", "--rounds", "1"]
     run("split_batches.py", "--backend", backend, *options, output=tmp_path)
     figures = json.loads((tmp_path / f"split_batches_{backend}.json").read_text())
     assert figures.keys() >= CIRCUMSTANCES

@@ -2,10 +2,15 @@
 
 import json
 
+import keras
 import pytest
 from support_examples import needs, run
 
 needs("sklearn", "matplotlib", "rich")
+
+if keras.config.backend() != "tensorflow":
+    # Of the whole example; that windows are the large batch is tested on each backend.
+    pytestmark = pytest.mark.slow
 
 
 def test_shows_what_accumulation_changes(tmp_path):

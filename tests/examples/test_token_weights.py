@@ -8,7 +8,7 @@ from support_examples import needs, run
 
 needs("rich")
 
-if keras.config.backend() == "jax":
+if keras.config.backend() != "tensorflow":
     # Of the whole example; weights are tested in `test_custom_loops.py` there too.
     pytestmark = pytest.mark.slow
 
