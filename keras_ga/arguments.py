@@ -220,6 +220,11 @@ def checked_builtin(optimizer: Any) -> int:
             "`optimizer` must be a Keras optimizer, because its state is taken over. Pass e.g. "
             f"model.optimizer. {_received('optimizer', optimizer)}"
         )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(
+            "`optimizer` must not be a `LossScaleOptimizer`, because that belongs outside. Pass "
+            f"its `inner_optimizer`; `compile` makes another. {_received('optimizer', optimizer)}"
+        )
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     if not steps:
         raise ValueError(

@@ -88,11 +88,13 @@ def take_over(
     others = {id(variable) for variable in accumulators}
     state = [variable for variable in builtin.variables if id(variable) not in others]
     for variable, of_builtin in zip(inner.variables, state, strict=True):
-        variable.assign(of_builtin)
+        # A copy: on JAX two variables would have one buffer, which a step donates.
+        variable.assign(keras.ops.copy(of_builtin.value))
     inner.iterations.assign(micro_steps // steps)
     if micro_steps % steps:
         for accumulator, of_builtin in zip(window.accumulators, accumulators, strict=True):
-            accumulator.assign(keras.ops.cast(of_builtin, accumulator.dtype))
+            copied = keras.ops.copy(of_builtin.value)
+            accumulator.assign(keras.ops.cast(copied, accumulator.dtype))
     window.micro_steps.assign(micro_steps)
     window.pending.assign(micro_steps % steps)
     window.weight_sum.assign(micro_steps % steps)

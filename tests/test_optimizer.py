@@ -107,6 +107,11 @@ def test_refuses_the_built_in_option_inside():
     [
         ("adam", TypeError, "Pass e.g. model.optimizer"),
         (keras.optimizers.Adam, TypeError, "Pass e.g. model.optimizer"),
+        (
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+            TypeError,
+            "Pass its `inner_optimizer`",
+        ),
         (keras.optimizers.SGD(), ValueError, "must have Keras's `gradient_accumulation_steps`"),
     ],
 )
