@@ -31,24 +31,41 @@ def _received(name: str, value: Any) -> str:
 _LARGEST_COUNT = 2**31 - 1
 
 
-def checked_steps(name: str, value: Any) -> int:
-    """A count: an int >= 1 (a NumPy one too; `True`, `2.5` and `"4"` are not)."""
+def _checked_count(name: str, value: Any, counted: str, at_least_one: str) -> int:
+    """An int >= 1 (a NumPy one too; `True`, `2.5` and `"4"` are not)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
-            f"`{name}` must be an int >= 1, because micro-batches are counted. Pass a whole "
-            f"number. {_received(name, value)}"
+            f"`{name}` must be an int >= 1, because {counted} are counted. Pass a whole number. "
+            f"{_received(name, value)}"
         )
     if value < 1:
         raise ValueError(
-            f"`{name}` must be an int >= 1, because an update needs a micro-batch. Pass 1 to "
-            f"make an update at every step. {_received(name, value)}"
+            f"`{name}` must be an int >= 1, because {at_least_one}. {_received(name, value)}"
         )
-    if int(value) > _LARGEST_COUNT:
+    return int(value)
+
+
+def checked_steps(name: str, value: Any) -> int:
+    """A count of micro-batches or updates, below 2**31."""
+    at_least_one = "an update needs a micro-batch. Pass 1 to make an update at every step"
+    steps = _checked_count(name, value, "micro-batches", at_least_one)
+    if steps > _LARGEST_COUNT:
         raise ValueError(
             f"`{name}` must be below 2**31, because counters have 32 bits on some backends. Pass a "
             f"smaller one. {_received(name, value)}"
         )
-    return int(value)
+    return steps
+
+
+def checked_rows(name: str, value: Any) -> int:
+    """A count of rows."""
+    at_least_one = "a batch without rows trains nothing. Pass 1 or more"
+    return _checked_count(name, value, "rows", at_least_one)
+
+
+def checked_bytes(name: str, value: Any) -> int:
+    """A count of bytes."""
+    return _checked_count(name, value, "bytes", "nothing fits into no memory. Pass 1 or more")
 
 
 def checked_micro_batch_size(value: Any) -> int | None:
@@ -58,7 +75,7 @@ def checked_micro_batch_size(value: Any) -> int | None:
             "`micro_batch_size` must be an int >= 1 or 'auto', because rows are counted. Pass "
             f"'auto' to have the largest found that fits. {_received('micro_batch_size', value)}"
         )
-    return None if isinstance(value, str) else checked_steps("micro_batch_size", value)
+    return None if isinstance(value, str) else checked_rows("micro_batch_size", value)
 
 
 def checked_divisor(value: Any) -> Any:
@@ -161,11 +178,14 @@ def checked_weight(weight: Any) -> Any:
 
 def checked_optimizer(optimizer: Any, wrapper: type) -> keras.optimizers.Optimizer:
     """The optimizer to wrap, from an instance, a name or a config; `wrapper` is our class."""
-    inner = None if optimizer is None else keras.optimizers.get(optimizer)
+    known = isinstance(optimizer, str | dict | keras.optimizers.Optimizer)
+    inner = keras.optimizers.get(optimizer) if known else None
     if inner is None:
-        raise ValueError(
+        raise TypeError(
             "`optimizer` must be a Keras optimizer, its name or its config, because it makes the "
-            f"updates. Pass e.g. keras.optimizers.Adam(1e-3). {_received('optimizer', optimizer)}"
+            "updates. Pass an instance, not its class, and `accumulation_steps` after it: e.g. "
+            "GradientAccumulationOptimizer(keras.optimizers.Adam(1e-3), 8). "
+            f"{_received('optimizer', optimizer)}"
         )
     if isinstance(inner, wrapper):
         raise ValueError(
@@ -186,10 +206,28 @@ def checked_optimizer(optimizer: Any, wrapper: type) -> keras.optimizers.Optimiz
                 "`gradient_accumulation_steps` must not be set on the inner optimizer, because it "
                 "would accumulate twice. Leave it out, and pass "
                 f"accumulation_steps={part.gradient_accumulation_steps} to "
-                "`GradientAccumulationOptimizer`. Received: gradient_accumulation_steps="
-                f"{part.gradient_accumulation_steps!r} on {part.name!r}"
+                "`GradientAccumulationOptimizer`; or, to go on from this optimizer's state, use "
+                "`GradientAccumulationOptimizer.from_builtin`. Received: "
+                f"gradient_accumulation_steps={part.gradient_accumulation_steps!r} on {part.name!r}"
             )
     return inner
+
+
+def checked_builtin(optimizer: Any) -> int:
+    """The N of an optimizer with Keras's own option."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`optimizer` must be a Keras optimizer, because its state is taken over. Pass e.g. "
+            f"model.optimizer. {_received('optimizer', optimizer)}"
+        )
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if not steps:
+        raise ValueError(
+            "`optimizer` must have Keras's `gradient_accumulation_steps`, because that is what is "
+            "replaced. Write GradientAccumulationOptimizer(optimizer, accumulation_steps), which "
+            f"goes on from the state of a bare one. {_received('optimizer', optimizer)}"
+        )
+    return int(steps)
 
 
 def checked_model(model: Any, schedule: Any) -> keras.Model:

@@ -25,7 +25,8 @@ class _WindowCallback(keras.callbacks.Callback):
             raise ValueError(
                 f"`{type(self).__name__}` must be used with a model that is compiled with a "
                 "`GradientAccumulationOptimizer`, because it acts on its window. Wrap the "
-                "optimizer, or leave the callback out. Received: "
+                "optimizer, or leave the callback out (with `split_batches` alone there is nothing "
+                "to do). Received: "
                 f"model.optimizer={type(self.model.optimizer).__name__}"
             )
         return optimizer

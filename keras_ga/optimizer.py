@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import keras
-import numpy as np
 
-from keras_ga import batch_norm, engines, sharding
+from keras_ga import batch_norm, engines, saving, sharding
 from keras_ga.arguments import (
     check_length,
     checked_axis,
+    checked_builtin,
     checked_choice,
     checked_dtype,
     checked_model,
     checked_optimizer,
+    checked_rows,
     checked_schedule_value,
     checked_steps,
     checked_weight,
@@ -34,9 +35,6 @@ from keras_ga.window import (
     empty_total,
     number,
 )
-
-# Of what `save_own_variables` writes. Files without a number are of format 1.
-_FORMAT = 1
 
 
 def _forwarded(name: str) -> property:
@@ -191,8 +189,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         print(optimizer.accumulation_steps)  # 8
         ```
         """
-        effective = checked_steps("effective_batch_size", effective_batch_size)
-        micro = checked_steps("micro_batch_size", micro_batch_size)
+        effective = checked_rows("effective_batch_size", effective_batch_size)
+        micro = checked_rows("micro_batch_size", micro_batch_size)
         if effective % micro:
             divisors = [d for d in range(1, effective + 1) if effective % d == 0]
             micros = {
@@ -207,6 +205,54 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
                 f"effective_batch_size={effective}, micro_batch_size={micro}"
             )
         return cls(optimizer, effective // micro, **kwargs)
+
+    @classmethod
+    def from_builtin(
+        cls, optimizer: keras.optimizers.Optimizer, **kwargs: Any
+    ) -> GradientAccumulationOptimizer:
+        """Makes the wrapper for an optimizer that has Keras's `gradient_accumulation_steps`.
+
+        Takes its state over, the open window included, so that a training that was begun with
+        Keras's option goes on. A learning-rate schedule counted micro-batches there and counts
+        updates here: divide its lengths by N.
+
+        Args:
+            optimizer: The optimizer, such as `model.optimizer` of a model that was loaded. It
+                stays as it is.
+            **kwargs: Further arguments of the constructor.
+
+        Returns:
+            A `GradientAccumulationOptimizer` with the same N, around a bare optimizer of the same
+            kind and arguments.
+
+        Raises:
+            TypeError: If `optimizer` is no Keras optimizer.
+            ValueError: If it has no `gradient_accumulation_steps`.
+
+        Example:
+
+        ```python
+        import keras, keras_ga
+        import numpy as np
+
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4), loss="mse")
+        model.fit(np.ones((48, 4)), np.ones((48, 1)), batch_size=8, verbose=0)  # 6 micro-batches
+        optimizer = keras_ga.GradientAccumulationOptimizer.from_builtin(model.optimizer)
+        model.compile(optimizer, loss="mse")
+        print(int(optimizer.iterations), int(optimizer.pending))  # 1 update, 2 micro-batches
+        ```
+        """
+        steps = checked_builtin(optimizer)
+        config = {**optimizer.get_config(), "gradient_accumulation_steps": None}
+        wrapper = cls(type(optimizer).from_config(config), steps, **kwargs)
+        for name, value in vars(optimizer).items():
+            if name.startswith("_exclude_from_weight_decay"):  # private (Keras 3.15); in no config
+                setattr(wrapper.inner_optimizer, name, value)
+        if optimizer.built:
+            wrapper.build(optimizer._trainable_variables)  # private (Keras 3.15)
+            saving.take_over(optimizer, wrapper.inner_optimizer, wrapper._window)
+        return wrapper
 
     # What can be read and set.
 
@@ -678,92 +724,32 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes this optimizer's state; Keras visits the inner optimizer on its own."""
-        if self._window is None:
-            return  # nothing has happened yet
-        store["format"] = np.array(_FORMAT)
-        for key, variable in self._saved_variables().items():
-            value = keras.ops.convert_to_numpy(variable)
-            if key.startswith("accumulator_") and number(self.pending) == 0:
-                # It may still hold the last window, which counts as nothing (on JAX).
-                index = int(key.removeprefix("accumulator_"))
-                value = np.full_like(value, empty_total(self._window.variables[index]))
-            store[key] = value
+        if self._window is not None:
+            saving.write(self._window, store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` wrote, or the state of the bare inner optimizer.
+        """Reads what `save_own_variables` wrote, or the state of an optimizer without wrapper.
 
         A file of the bare optimizer, or of a wrapper with N = 1, leaves the window empty. So does
         one whose window is of other variables (an adapter was added, a layer unfrozen); what was
-        in it is left out, with a warning.
+        in it is left out, with a warning. For one of an optimizer with Keras's
+        `gradient_accumulation_steps` there is `from_builtin`.
 
         Raises:
             ValueError: If the file is of a later version; nothing is changed then.
         """
         if not store.keys():
             return
-        if "micro_steps" not in store:
-            # The bare optimizer's file: training goes on under the wrapper.
-            self.inner_optimizer.load_own_variables(store)
-            return
-        if "format" in store and int(store["format"][()]) > _FORMAT:
-            raise ValueError(
-                "The file must be of this version of keras_ga or an earlier one, because it may "
-                "hold what this one does not know. Install the version that wrote it. Received: "
-                f"format {int(store['format'][()])}, this version reads up to {_FORMAT}"
-            )
-        if self._window is None:
+        if not saving.is_of_a_wrapper(store):
+            saving.read_of_keras(self.inner_optimizer, store)
+        elif self._window is None:
             warnings.warn(
                 f"Skipping variable loading for optimizer {self.name!r}, because it is not built "
                 "yet. Call `optimizer.build(model.trainable_variables)` before loading.",
                 stacklevel=2,
             )
-            return
-        # All is read before anything is set, so that a file that breaks off changes nothing.
-        found = {key: store[key][()] for key in store.keys()}  # noqa: SIM118 - no dict, in HDF5
-        saved = self._saved_variables()
-        known = {key: tuple(variable.shape) for key, variable in saved.items()}
-        unfit = [
-            key
-            for key in sorted({*found, *known} - {"format"})
-            if key not in found or np.shape(found[key]) != known.get(key)
-        ]
-        if unfit:
-            self._leave_window_out(int(found["pending"]), unfit)
-        kept = ("pending", "weight_sum", "accumulator_") if unfit else ()
-        for key, variable in saved.items():
-            if key not in unfit and not key.startswith(kept):
-                variable.assign(found[key])
-
-    def _leave_window_out(self, pending: int, unfit: list[str]) -> None:
-        """Starts an empty window instead of a file's, and says so if that was not empty."""
-        self.reset_window()
-        if pending == 0:
-            return
-        reason = (
-            f"it is of other variables: {', '.join(unfit)} do not fit"
-            if self._window.accumulators
-            else "this optimizer has no accumulators: construct it with accumulation_steps > 1"
-        )
-        warnings.warn(
-            f"The file holds a window of {pending} micro-batches, which is left out, because "
-            f"{reason}. Training goes on with an empty one.",
-            stacklevel=3,
-        )
-
-    def _saved_variables(self) -> dict[str, keras.Variable]:
-        # Accumulators by position: a variable's name counts the layers made before it.
-        window = self._window
-        accumulators = {f"accumulator_{i}": a for i, a in enumerate(window.accumulators)}
-        return {
-            "micro_steps": window.micro_steps,
-            "pending": window.pending,
-            "weight_sum": window.weight_sum,
-            "has_updated": window.has_updated,
-            "has_gradient": window.has_gradient,
-            "dropped_micro_steps": window.dropped_micro_steps,
-            "skipped_updates": window.skipped_updates,
-            **accumulators,
-        }
+        else:
+            saving.read(self, self._window, store)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, as plain JSON.

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import (
     BACKEND,
+    LARGE_BATCH,
     MICRO_BATCH,
     accumulating,
     assert_close,
@@ -26,6 +27,8 @@ from support import (
     rows,
     values,
 )
+
+import keras_ga
 
 N = 4
 DATA = Path(__file__).parent / "data"
@@ -129,6 +132,64 @@ def test_loading_before_the_optimizer_is_built_is_told(tmp_path):
     model.compile(accumulating(adam(), N), loss="mse")
     with pytest.warns(UserWarning, match=r"Call `optimizer.build\(model.trainable_variables\)`"):
         model.load_weights(tmp_path / "m.weights.h5")
+
+
+# Keras's own option.
+
+
+BUILTINS = {
+    "SGD": lambda **more: keras.optimizers.SGD(0.05, momentum=0.9, **more),
+    "AdamW": lambda **more: keras.optimizers.AdamW(0.02, weight_decay=0.1, clipnorm=0.3, **more),
+}
+
+
+@pytest.mark.parametrize("position", [0, 1, N])
+@pytest.mark.parametrize("name", BUILTINS)
+def test_a_training_with_the_built_in_option_goes_on(tmp_path, name, position):
+    """Window, slots and counters are taken over from its file."""
+    x, y = rows()
+    before = (N + position) * MICRO_BATCH
+    model = dense_model()
+    optimizer = BUILTINS[name](gradient_accumulation_steps=N)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    model.compile(optimizer, loss="mse")
+    model.fit(x[:before], y[:before], batch_size=MICRO_BATCH, shuffle=False, verbose=0)
+    if name == "SGD":  # no weight decay: nothing is lost that is in no file
+        model.save(tmp_path / "m.keras")
+        model = keras.saving.load_model(tmp_path / "m.keras")
+    wrapper = keras_ga.GradientAccumulationOptimizer.from_builtin(model.optimizer)
+    assert int(wrapper.iterations) == 1 + position // N
+    assert int(wrapper.pending) == position % N
+    model.compile(wrapper, loss="mse")
+    model.fit(x[before:], y[before:], batch_size=MICRO_BATCH, shuffle=False, verbose=0)
+    bare = BUILTINS[name]()
+    bare.exclude_from_weight_decay(var_names=["bias"])
+    large, _ = fitted(bare, LARGE_BATCH, epochs=1)
+    assert_close(model.get_weights(), large.get_weights())
+    assert int(wrapper.iterations) == int(bare.iterations)
+
+
+def test_an_optimizer_with_the_built_in_option_that_is_not_built():
+    averaging = keras.optimizers.SGD(0.05, use_ema=True, gradient_accumulation_steps=N)
+    wrapper = keras_ga.GradientAccumulationOptimizer.from_builtin(averaging, nonfinite="drop")
+    assert (wrapper.accumulation_steps, wrapper.nonfinite) == (N, "drop")
+    assert wrapper.inner_optimizer.use_ema
+    assert not wrapper.built
+
+
+# Keras's, and for the inner optimizer once more.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
+def test_a_file_of_the_built_in_option_is_told(tmp_path):
+    model = dense_model()
+    model.compile(BUILTINS["SGD"](gradient_accumulation_steps=N), loss="mse")
+    model.fit(*rows(), batch_size=MICRO_BATCH, verbose=0)
+    model.save_weights(tmp_path / "m.weights.h5")
+    model = dense_model()
+    model.compile(accumulating(BUILTINS["SGD"](), N), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.warns(UserWarning, match="may be of an optimizer with Keras's `gradient_accumu"):
+        model.load_weights(tmp_path / "m.weights.h5")
+    assert int(model.optimizer.iterations) == 0
 
 
 # Another backend.

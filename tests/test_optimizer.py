@@ -80,9 +80,10 @@ def test_refuses_steps_below_one(steps):
         Wrapper("sgd", steps)
 
 
-def test_refuses_no_optimizer():
-    with pytest.raises(ValueError, match=r"`optimizer` must be a Keras optimizer, its name"):
-        Wrapper(None, 2)
+@pytest.mark.parametrize("optimizer", [None, keras.optimizers.Adam, 4])
+def test_refuses_no_optimizer(optimizer):
+    with pytest.raises(TypeError, match=r"Pass an instance, not its class"):
+        Wrapper(optimizer, 2)
 
 
 def test_refuses_a_wrapper_in_a_wrapper():
@@ -99,6 +100,19 @@ def test_refuses_the_built_in_option_inside():
     inner = keras.optimizers.SGD(gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=r"accumulation_steps=2 to `GradientAccumulation"):
         Wrapper(inner, 2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "text"),
+    [
+        ("adam", TypeError, "Pass e.g. model.optimizer"),
+        (keras.optimizers.Adam, TypeError, "Pass e.g. model.optimizer"),
+        (keras.optimizers.SGD(), ValueError, "must have Keras's `gradient_accumulation_steps`"),
+    ],
+)
+def test_takes_over_what_has_the_built_in_option_only(optimizer, error, text):
+    with pytest.raises(error, match=text):
+        Wrapper.from_builtin(optimizer)
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="needs MultiOptimizer")

@@ -12,10 +12,11 @@ import numpy as np
 from keras_ga import batch_norm as norms
 from keras_ga import engines
 from keras_ga.arguments import (
+    checked_bytes,
     checked_choice,
     checked_divisor,
     checked_micro_batch_size,
-    checked_steps,
+    checked_rows,
 )
 from keras_ga.split import check, memory
 from keras_ga.split.check import SplitCheck
@@ -46,7 +47,7 @@ def split_batches(
     divisor: Callable[[Any], Any] | dict[str, Callable[[Any], Any]] | None = None,
     add_loss: str = "mean",
     memory_limit: int | None = None,
-) -> None:
+) -> keras.Model:
     """Works each batch of `fit` through in micro-batches that fit, and makes one update with it.
 
     `fit(batch_size=64)` stays as it is, and so does all that counts batches: progress bar,
@@ -85,6 +86,9 @@ def split_batches(
         memory_limit: JAX, with `"auto"`: bytes of a device's memory to plan for. Default: what
             the device says that it has.
 
+    Returns:
+        The same model.
+
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument's value is out of range; if the model has a `train_step` of its
@@ -108,11 +112,12 @@ def split_batches(
         batch_norm=checked_choice("batch_norm", batch_norm, ("pooled", "micro")),
         divisor=checked_divisor(divisor),
         add_loss=checked_choice("add_loss", add_loss, ("mean", "sum")),
-        memory_limit=None if memory_limit is None else checked_steps("memory_limit", memory_limit),
+        memory_limit=None if memory_limit is None else checked_bytes("memory_limit", memory_limit),
     )
     _check_model(model)
     setattr(model, _HOOK, _Split(model, size, options))
     model.train_function = None
+    return model
 
 
 def unsplit_batches(model: keras.Model) -> None:
@@ -138,7 +143,8 @@ def check_split(
 
     The honest answer for a custom loss or layer, in a second. Both are computed from the same
     weights, in inference mode, so that dropout and BatchNormalization do not hide the rest; layers
-    that see their micro-batch in training are named. The model stays as it is.
+    that see their micro-batch in training are named, and one that normalises by it makes the
+    answer "not exact in training". The model stays as it is.
 
     Args:
         model: A compiled model; if it is split, its options are used.
@@ -224,10 +230,10 @@ def find_micro_batch_size(
     """
     options = _split_of(model).options
     if memory_limit is not None:
-        options = options._replace(memory_limit=checked_steps("memory_limit", memory_limit))
+        options = options._replace(memory_limit=checked_bytes("memory_limit", memory_limit))
     data = (x, y, sample_weight)
     if batch_size is not None:
-        count = checked_steps("batch_size", batch_size)
+        count = checked_rows("batch_size", batch_size)
         data = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[:count], data)
     step, batch = _prepared(model, data, options)
     rows = step.backend.rows(batch)

@@ -33,7 +33,8 @@ class SplitCheck(NamedTuple):
     """What `check_split` found."""
 
     exact: bool
-    """Whether losses and gradients agree, in inference mode."""
+    """Whether losses and gradients agree in inference mode, and no layer normalises by its
+    micro-batch in training."""
     losses: tuple[Difference, ...]
     """Each compiled loss, what is added to them, and their total."""
     gradients: tuple[Difference, ...]
@@ -52,8 +53,12 @@ class SplitCheck(NamedTuple):
             for row in rows
         ]
         lines += [f"layer {layer}" for layer in self.layers]
-        lines.append("exact" if self.exact else "not exact")
-        return "\n".join(lines)
+        agree = all(row.difference <= _TOLERANCE for row in (*self.losses, *self.gradients))
+        if self.exact:
+            verdict = "exact, but for random numbers" if self.layers else "exact"
+        else:
+            verdict = "exact in inference mode, not exact in training" if agree else "not exact"
+        return "\n".join([*lines, verdict])
 
 
 def compared(step: TrainStep, batch: Any, rows: int, size: int) -> SplitCheck:
@@ -68,9 +73,10 @@ def compared(step: TrainStep, batch: Any, rows: int, size: int) -> SplitCheck:
             variables, *(step.gradients(batch, rows, of) for of in (rows, size)), strict=True
         )
     ]
-    exact = all(row.difference <= _TOLERANCE for row in [*losses, *gradients])
-    layers = [*_in_training(step.model), *([] if exact else _mixing(step, batch, rows, size))]
-    return SplitCheck(exact, tuple(losses), tuple(gradients), tuple(layers))
+    agree = all(row.difference <= _TOLERANCE for row in [*losses, *gradients])
+    normalising, drawing = _in_training(step.model)
+    layers = [*normalising, *drawing, *([] if agree else _mixing(step, batch, rows, size))]
+    return SplitCheck(agree and not normalising, tuple(losses), tuple(gradients), tuple(layers))
 
 
 def _losses(step: TrainStep, batch: Any, rows: int, size: int) -> dict[str, float]:
@@ -110,17 +116,17 @@ def _difference(name: str, whole: Any, split: Any) -> Difference:
     return Difference(name, of_whole, of_split, relative if np.isfinite(relative) else float("inf"))
 
 
-def _in_training(model: keras.Model) -> list[str]:
-    """Layers that see their micro-batch in training, by their kind."""
-    found = []
+def _in_training(model: keras.Model) -> tuple[list[str], list[str]]:
+    """Layers that see their micro-batch in training: that normalise by it, that draw for it."""
+    normalising, drawing = [], []
     for layer in model._flatten_layers():  # private (Keras 3.15): those in lists and wrappers too
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            found.append(f"{layer.name}: normalises by its micro-batch in training")
+            normalising.append(f"{layer.name}: normalises by its micro-batch in training")
         elif any(
             isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values()
         ) and getattr(layer, "rate", True):
-            found.append(f"{layer.name}: draws other random numbers in training")
-    return found
+            drawing.append(f"{layer.name}: draws other random numbers in training")
+    return normalising, drawing
 
 
 def _mixing(step: TrainStep, batch: Any, rows: int, size: int) -> list[str]:

@@ -63,14 +63,21 @@ def test_a_layer_that_compares_rows():
 
 def test_layers_that_see_their_micro_batch_in_training():
     model = mlp()
-    model.add(keras.layers.BatchNormalization(name="norm"))
     model.add(keras.layers.Dropout(0.5, name="drop"))
     found = keras_ga.check_split(compiled(model), X, Y)
     assert found.exact
+    assert found.layers == ("drop: draws other random numbers in training",)
+    assert str(found).endswith("\nexact, but for random numbers")
+    model.add(keras.layers.BatchNormalization(name="norm"))
+    found = keras_ga.check_split(compiled(model), X, Y)
+    assert not found.exact
     assert found.layers == (
         "norm: normalises by its micro-batch in training",
         "drop: draws other random numbers in training",
     )
+    assert str(found).endswith("\nexact in inference mode, not exact in training")
+    model.layers[-1].trainable = False
+    assert keras_ga.check_split(compiled(model), X, Y).exact
 
 
 def test_a_sum_that_is_added():
