@@ -152,7 +152,9 @@ def unequal_micro_batches() -> tuple[float, float]:
 CASES: dict[str, Callable[[], tuple[float, float]]] = {
     "plain SGD with momentum": lambda: distances(sgd),
     "learning-rate schedule": lambda: distances(lambda **kw: sgd(learning_rate=schedule(), **kw)),
-    "the same, decay_steps times N for Keras's": lambda: distances(with_lengthened_schedule),
+    "the same, with `decay_steps` multiplied by N for Keras's option": lambda: distances(
+        with_lengthened_schedule
+    ),
     "EMA of the weights": lambda: distances(lambda **kw: sgd(use_ema=True, ema_momentum=0.9, **kw)),
     "kernel constraint": lambda: distances(sgd, kernel_constraint=keras.constraints.MaxNorm(0.5)),
     "a last window that is short (flushed)": lambda: distances(

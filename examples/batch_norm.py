@@ -25,7 +25,7 @@ large batch does not lag, and all ways with BatchNormalization are about as accu
 
 Run it (no network is needed; about a minute and a half on two cores):
 
-    pip install "keras-ga[tensorflow,examples]"
+    pip install -e ".[tensorflow,examples]"
     python examples/batch_norm.py
 
 It prints one table and draws `examples/output/batch_norm.png`. `--help` lists the options;

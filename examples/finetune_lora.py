@@ -16,7 +16,7 @@ rounds activations too, some 1e-6, since float32 rounding now and then tips one 
 It runs offline: the model is a tiny one that reads bytes, and has been trained for some seconds on
 Python's own documentation. It is then tuned on scikit-learn's descriptions of its datasets.
 
-    pip install "keras-ga[tensorflow,examples,hub]"
+    pip install -e ".[tensorflow,examples,hub]"
     python examples/finetune_lora.py --quantize int4
 
 With a real model (a download, and an accelerator is wanted):

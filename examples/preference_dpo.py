@@ -16,7 +16,7 @@ It runs offline, with a tiny model of bytes: the chosen text is a line of scikit
 descriptions, the rejected one the same line, with the letters of its second half in disorder.
 A quarter of the pairs is held out for the margins and the accuracy that are shown.
 
-    pip install "keras-ga[tensorflow,examples,hub]"
+    pip install -e ".[tensorflow,examples,hub]"
     python examples/preference_dpo.py
 
 With a real model, and pairs of your own ({"prompt": ..., "chosen": ..., "rejected": ...} a line):

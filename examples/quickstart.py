@@ -18,7 +18,7 @@ batch's path to float32 rounding.
 
 Run it (no network is needed; about a minute on two cores):
 
-    pip install "keras-ga[tensorflow,examples]"
+    pip install -e ".[tensorflow,examples]"
     python examples/quickstart.py
 
 It prints one table and draws `examples/output/quickstart.png`. `--help` lists the options;

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import keras
 
-from keras_ga import batch_norm, engines, saving, sharding
+from keras_ga import batch_norm, engines, saving, schedules, sharding
 from keras_ga.arguments import (
     check_length,
     checked_axis,
@@ -213,8 +213,8 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         """Makes the wrapper for an optimizer that has Keras's `gradient_accumulation_steps`.
 
         Takes its state over, the open window included, so that a training that was begun with
-        Keras's option goes on. A learning-rate schedule counted micro-batches there and counts
-        updates here: divide its lengths by N.
+        Keras's option goes on. There a learning-rate schedule counts micro-batches; to have the
+        same rates it is put into a `keras_ga.schedules.InMicroSteps`.
 
         Args:
             optimizer: The optimizer, such as `model.optimizer` of a model that was loaded. It
@@ -245,6 +245,9 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         """
         steps = checked_builtin(optimizer)
         config = {**optimizer.get_config(), "gradient_accumulation_steps": None}
+        if isinstance(config["learning_rate"], dict):
+            schedule = keras.optimizers.schedules.deserialize(config["learning_rate"])
+            config["learning_rate"] = schedules.InMicroSteps(schedule, steps)
         wrapper = cls(type(optimizer).from_config(config), steps, **kwargs)
         for name, value in vars(optimizer).items():
             if name.startswith("_exclude_from_weight_decay"):  # private (Keras 3.15); in no config

@@ -140,6 +140,57 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return cls(schedule, config["scale"])
 
 
+@keras.saving.register_keras_serializable(package="keras_ga")
+class InMicroSteps(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning-rate schedule whose lengths are in micro-batches.
+
+    Optimizers under the wrapper ask a schedule with updates. This one asks the schedule within it
+    with the micro-batches that came before the one that makes the update, as Keras's
+    `gradient_accumulation_steps` does, so that `GradientAccumulationOptimizer.from_builtin` keeps
+    a training's rates.
+
+    Args:
+        schedule: A `keras.optimizers.schedules.LearningRateSchedule`.
+        accumulation_steps: N, int >= 1, that stays the same during training.
+
+    Raises:
+        TypeError: If N is no int.
+        ValueError: If N is below 1.
+
+    Example:
+
+    ```python
+    import keras
+    import keras_ga
+
+    decay = keras.optimizers.schedules.PolynomialDecay(1.0, decay_steps=40, end_learning_rate=0.0)
+    rates = keras_ga.schedules.InMicroSteps(decay, 8)
+    print(float(rates(1)))  # 0.625: after 15 micro-batches of 40
+    ```
+    """
+
+    def __init__(self, schedule: Any, accumulation_steps: int):
+        self.schedule = schedule
+        self.accumulation_steps = checked_steps("accumulation_steps", accumulation_steps)
+
+    def __call__(self, step: Any) -> Any:
+        """The schedule's rate for the update after `step` updates."""
+        return self.schedule((step + 1) * self.accumulation_steps - 1)
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            "schedule": keras.optimizers.schedules.serialize(self.schedule),
+            "accumulation_steps": self.accumulation_steps,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> InMicroSteps:
+        """Makes a schedule from `get_config`'s dict, which it leaves as it is."""
+        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
+        return cls(schedule, config["accumulation_steps"])
+
+
 def total_updates(
     micro_steps_per_epoch: int,
     epochs: int,

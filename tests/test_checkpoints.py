@@ -139,6 +139,9 @@ def test_loading_before_the_optimizer_is_built_is_told(tmp_path):
 
 BUILTINS = {
     "SGD": lambda **more: keras.optimizers.SGD(0.05, momentum=0.9, **more),
+    "scheduled": lambda **more: keras.optimizers.SGD(
+        keras.optimizers.schedules.CosineDecay(0.2, 60), **more
+    ),
     "averaging": lambda **more: keras.optimizers.SGD(0.05, use_ema=True, **more),
     "AdamW": lambda **more: keras.optimizers.AdamW(0.02, weight_decay=0.1, clipnorm=0.3, **more),
 }
@@ -170,6 +173,9 @@ def test_a_training_with_the_built_in_option_goes_on(tmp_path, name, position):
     bare = BUILTINS[name]()
     bare.exclude_from_weight_decay(var_names=["bias"])
     large, _ = fitted(bare, LARGE_BATCH, epochs=1)
+    if name == "scheduled":  # micro-batches are counted on
+        bare = BUILTINS[name](gradient_accumulation_steps=N)
+        large, _ = fitted(bare, MICRO_BATCH, epochs=1)
     if name != "averaging":  # Keras's averages move on each micro-batch
         assert_close(model.get_weights(), large.get_weights())
     assert int(wrapper.iterations) == int(bare.iterations)

@@ -8,7 +8,7 @@ import pytest
 from support import accumulating, fitted
 
 import keras_ga
-from keras_ga.schedules import PiecewiseConstantSteps, ScaledSchedule
+from keras_ga.schedules import InMicroSteps, PiecewiseConstantSteps, ScaledSchedule
 
 pytestmark = pytest.mark.quick
 
@@ -121,3 +121,23 @@ def test_scale_learning_rate_refuses_what_it_can_not_multiply():
         keras_ga.scale_learning_rate(lambda: 0.1, 2)
     with pytest.raises(ValueError, match="`rule` must be 'linear' or 'sqrt'"):
         keras_ga.scale_learning_rate(0.1, 2, "cubic")
+
+
+def test_a_schedule_in_micro_steps():
+    """Against what Keras's option asks its schedule with, read off as the way a weight goes."""
+    decay = keras.optimizers.schedules.PolynomialDecay(1.0, 40, 0.0)
+    schedule = InMicroSteps(decay, 8)
+    rates = [float(schedule(update)) for update in range(5)]
+    variable = keras.Variable(np.zeros(1, "float32"))
+    builtin = keras.optimizers.SGD(decay, gradient_accumulation_steps=8)
+    went = []
+    for _ in range(5):
+        before = keras.ops.convert_to_numpy(variable)[0]
+        for _ in range(8):
+            builtin.apply([keras.ops.ones((1,))], [variable])
+        went.append(before - keras.ops.convert_to_numpy(variable)[0])
+    np.testing.assert_allclose(rates, went, rtol=1e-5)
+    again = keras.optimizers.schedules.deserialize(keras.optimizers.schedules.serialize(schedule))
+    assert again.get_config() == schedule.get_config()
+    with pytest.raises(ValueError, match="must be an int >= 1"):
+        InMicroSteps(decay, 0)
