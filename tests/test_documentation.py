@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import keras
+import numpy as np
 import pytest
 from support import BACKEND
 
@@ -145,6 +146,28 @@ def test_docstrings_are_found():
     """Guards the search: the class's own example is among the blocks."""
     found = [block for block in BLOCKS if block.path == PACKAGE / "optimizer.py"]
     assert any("model.fit(" in block.code for block in found)
+
+
+@pytest.mark.usefixtures("a_place_of_its_own")
+def test_a_train_step_of_ones_own_is_the_large_batch():
+    """The class that the page shows for this backend, on micro-batches of 8, 8 and 5 rows."""
+    shown = [block for block in BLOCKS if block.comment == f"backend: {BACKEND}"]
+    block = next(block for block in shown if "class Regression" in block.code)
+    names = {"__name__": "__main__"}
+    exec(block.code, names)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(21, 4)), rng.normal(size=(21, 1))
+    ends = []
+    for batch_size, kind in ((21, keras.Sequential), (8, names["Regression"])):
+        keras.utils.set_random_seed(0)
+        model = kind([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        if batch_size == 8:
+            optimizer = keras_ga.GradientAccumulationOptimizer(optimizer, 3)
+        model.compile(optimizer, loss="mse")
+        model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+        ends.append(model.get_weights())
+    np.testing.assert_allclose(ends[1][0], ends[0][0], atol=1e-6)
 
 
 # That pages leave nothing out.
