@@ -134,11 +134,9 @@ class Backend:
     ) -> Callable[..., Any]:
         """The function run on each replica, in a graph unless the model runs eagerly."""
         if key not in self._functions:
-            # By what it wraps TensorFlow knows it when it counts traces to warn of too many.
-            @functools.wraps(function)
-            def run(*arguments: Any) -> Any:
-                return self._strategy.run(function, args=arguments)
-
+            # Not a closure: TensorFlow knows those by their code, and would count the traces of all
+            # functions and models as one function's, and warn of too many.
+            run = functools.partial(self._run, function)
             self._functions[key] = (
                 run
                 if self._model.run_eagerly
@@ -150,6 +148,9 @@ class Backend:
                 )
             )
         return self._functions[key]
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._strategy.run(function, args=arguments)
 
     def _rows_of(self, batch: Any) -> tuple[int, ...]:
         """Rows on each replica."""
