@@ -147,8 +147,10 @@ BUILTINS = {
 }
 
 
-@pytest.mark.parametrize("position", [0, 1, N])
-@pytest.mark.parametrize("name", BUILTINS)
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [("SGD", 0), ("AdamW", 1), ("AdamW", N), ("scheduled", 1), ("averaging", 1)],
+)
 def test_a_training_with_the_built_in_option_goes_on(tmp_path, name, position):
     """Window, slots and counters are taken over from its file."""
     x, y = rows()

@@ -264,8 +264,9 @@ def test_find_by_trial_and_its_refusals():
         keras_ga.find_micro_batch_size(trained, X, Y, batch_size=10**6)
     with pytest.raises(ValueError, match="must be compiled"):
         keras_ga.find_micro_batch_size(keras.Sequential([keras.layers.Dense(1)]), X, Y)
-    with pytest.raises(MemoryError, match="one row must fit"):
-        keras_ga.find_micro_batch_size(model(limit=0), X, Y, batch_size=1)
+    if BACKEND != "tensorflow":  # which waits for ten seconds on each failure
+        with pytest.raises(MemoryError, match="one row must fit"):
+            keras_ga.find_micro_batch_size(model(limit=0), X, Y, batch_size=1)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="elsewhere random numbers are a variable's")
