@@ -245,7 +245,7 @@ class GradientAccumulationOptimizer(keras.optimizers.Optimizer):
         """
         steps = checked_builtin(optimizer)
         config = {**optimizer.get_config(), "gradient_accumulation_steps": None}
-        if isinstance(config["learning_rate"], dict):
+        if isinstance(config.get("learning_rate"), dict):
             schedule = keras.optimizers.schedules.deserialize(config["learning_rate"])
             config["learning_rate"] = schedules.InMicroSteps(schedule, steps)
         wrapper = cls(type(optimizer).from_config(config), steps, **kwargs)

@@ -99,8 +99,10 @@ def take_over(
     window.pending.assign(micro_steps % steps)
     window.weight_sum.assign(micro_steps % steps)
     window.has_updated.assign(micro_steps > 0 and micro_steps % steps == 0)
-    # Keras's option fails on a variable that has none, so each has had a gradient.
-    window.has_gradient.assign(keras.ops.full(window.has_gradient.shape, micro_steps > 0, "bool"))
+    # Keras leaves variables without a gradient out of an update. In the open window those have sums
+    # of 0; after it each micro-step shows it anew.
+    sums = map(keras.ops.convert_to_numpy, accumulators)
+    window.has_gradient.assign([bool(np.any(of_variable)) for of_variable in sums])
 
 
 def _leave_window_out(optimizer: Any, window: Window, pending: int, unfit: list[str]) -> None:

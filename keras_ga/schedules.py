@@ -99,8 +99,24 @@ class PiecewiseConstantSteps:
         return cls(**config)
 
 
+class _OfASchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning-rate schedule made of another one, `schedule`, and plain values."""
+
+    schedule: Any
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {**vars(self), "schedule": keras.optimizers.schedules.serialize(self.schedule)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Makes a schedule from `get_config`'s dict, which it leaves as it is."""
+        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
+        return cls(**{**config, "schedule": schedule})
+
+
 @keras.saving.register_keras_serializable(package="keras_ga")
-class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
+class ScaledSchedule(_OfASchedule):
     """A learning-rate schedule times a number; what `scale_learning_rate` makes of a schedule.
 
     Args:
@@ -126,22 +142,9 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         """The schedule's rate at `step` (updates), times the scale."""
         return ops.multiply(self.schedule(step), self.scale)
 
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {
-            "schedule": keras.optimizers.schedules.serialize(self.schedule),
-            "scale": self.scale,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ScaledSchedule:
-        """Makes a schedule from `get_config`'s dict, which it leaves as it is."""
-        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
-        return cls(schedule, config["scale"])
-
 
 @keras.saving.register_keras_serializable(package="keras_ga")
-class InMicroSteps(keras.optimizers.schedules.LearningRateSchedule):
+class InMicroSteps(_OfASchedule):
     """A learning-rate schedule whose lengths are in micro-batches.
 
     Optimizers under the wrapper ask a schedule with updates. This one asks the schedule within it
@@ -176,19 +179,6 @@ class InMicroSteps(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: Any) -> Any:
         """The schedule's rate for the update after `step` updates."""
         return self.schedule((step + 1) * self.accumulation_steps - 1)
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {
-            "schedule": keras.optimizers.schedules.serialize(self.schedule),
-            "accumulation_steps": self.accumulation_steps,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> InMicroSteps:
-        """Makes a schedule from `get_config`'s dict, which it leaves as it is."""
-        schedule = keras.optimizers.schedules.deserialize(config["schedule"])
-        return cls(schedule, config["accumulation_steps"])
 
 
 def total_updates(

@@ -166,8 +166,11 @@ def test_a_training_with_the_built_in_option_goes_on(tmp_path, name, position):
     wrapper = keras_ga.GradientAccumulationOptimizer.from_builtin(model.optimizer)
     assert int(wrapper.iterations) == 1 + position // N
     assert int(wrapper.pending) == position % N
-    held_by_builtin = values(model.optimizer.variables)
     builtin = model.optimizer
+    held_by_builtin = values(builtin.variables)
+    sums = {id(variable) for variable in builtin._accumulated_gradients}
+    state = values(variable for variable in builtin.variables if id(variable) not in sums)
+    assert_equal(values(wrapper.inner_optimizer.variables)[1:], state[1:])  # all but iterations
     model.compile(wrapper, loss="mse")
     model.fit(x[before:], y[before:], batch_size=MICRO_BATCH, shuffle=False, verbose=0)
     if name != "averaging":  # whose fit sets the weights to averages, on JAX by their buffers
@@ -181,6 +184,23 @@ def test_a_training_with_the_built_in_option_goes_on(tmp_path, name, position):
     if name != "averaging":  # Keras's averages move on each micro-batch
         assert_close(model.get_weights(), large.get_weights())
     assert int(wrapper.iterations) == int(bare.iterations)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_the_built_in_option_taken_over_leaves_alone_what_has_no_gradient():
+    """Weight decay would show it."""
+    ends = []
+    for wrapped in (True, False):
+        variables = [keras.Variable(np.ones(2, "float32")) for _ in range(2)]
+        optimizer = BUILTINS["AdamW"](gradient_accumulation_steps=N)
+        optimizer.build(variables)
+        for step in range(2 * N):
+            if wrapped and step == N + 1:
+                optimizer = keras_ga.GradientAccumulationOptimizer.from_builtin(optimizer)
+            optimizer.apply([keras.ops.ones((2,)), None], variables)
+        ends.append(values(variables))
+    assert_close(*ends)
+    np.testing.assert_array_equal(ends[0][1], 1)
 
 
 def test_an_optimizer_with_the_built_in_option_that_is_not_built():

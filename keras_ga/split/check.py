@@ -53,12 +53,17 @@ class SplitCheck(NamedTuple):
             for row in rows
         ]
         lines += [f"layer {layer}" for layer in self.layers]
-        agree = all(row.difference <= _TOLERANCE for row in (*self.losses, *self.gradients))
         if self.exact:
             verdict = "exact, but for random numbers" if self.layers else "exact"
+        elif _agree(*self.losses, *self.gradients):
+            verdict = "exact in inference mode, not exact in training"
         else:
-            verdict = "exact in inference mode, not exact in training" if agree else "not exact"
+            verdict = "not exact"
         return "\n".join([*lines, verdict])
+
+
+def _agree(*rows: Difference) -> bool:
+    return all(row.difference <= _TOLERANCE for row in rows)
 
 
 def compared(step: TrainStep, batch: Any, rows: int, size: int) -> SplitCheck:
@@ -73,7 +78,7 @@ def compared(step: TrainStep, batch: Any, rows: int, size: int) -> SplitCheck:
             variables, *(step.gradients(batch, rows, of) for of in (rows, size)), strict=True
         )
     ]
-    agree = all(row.difference <= _TOLERANCE for row in [*losses, *gradients])
+    agree = _agree(*losses, *gradients)
     normalising, drawing = _in_training(step.model)
     layers = [*normalising, *drawing, *([] if agree else _mixing(step, batch, rows, size))]
     return SplitCheck(agree and not normalising, tuple(losses), tuple(gradients), tuple(layers))
